@@ -1,0 +1,1 @@
+"""Modules over the operators: they project, call one operator, and project back."""

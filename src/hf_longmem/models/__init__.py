@@ -1,0 +1,1 @@
+"""The architectures, with the names transformers uses."""

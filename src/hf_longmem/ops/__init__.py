@@ -1,0 +1,1 @@
+"""Pure functions on tensors: no transformers, no nn.Module, no hidden state."""
