@@ -1,0 +1,272 @@
+"""Which slots meet in which block, and who may see whom: the two candidate rules of LSH attention, tile by tile.
+
+A slot is a token of one row and head: ``slot = (row * H + head) * T + position``. Slot S stands for "before
+everything", slot S + 1 for "after everything"; they fill blocks at the ends and are seen by nobody.
+
+The masks are computed with integer arithmetic instead of comparisons: ``clamp(z, -1, 0) * |FORBIDDEN|`` is 0 where
+z >= 0 and forbidding where z < 0. On a CPU this is several times as fast as ``torch.where`` on boolean masks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hf_longmem.ops._blocks import FORBIDDEN, LONELY
+
+# Scores computed at once. On a CPU a tile should stay in the second-level cache; an accelerator wants fewer, larger ones.
+SCORES_PER_TILE_CPU = 2**18
+SCORES_PER_TILE = 2**25
+QUERIES_PER_BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """``blocks`` blocks of ``queries`` against ``keys`` slots; block x begins at row ``x * step`` of the gathered keys.
+
+    Where ``step < keys`` the blocks overlap, and views of the gathered rows serve as keys without a copy.
+    """
+
+    round: int
+    query_slots: Tensor
+    key_slots: Tensor
+    blocks: int
+    queries: int
+    keys: int
+    step: int
+    first_query: int
+
+    def key_view(self, rows: Tensor, first: int = 0, count: int | None = None) -> Tensor:
+        """Rows ``first`` to ``first + count`` (all by default) of each block, ``[blocks, count, width]``, no copy."""
+        stride, width = rows.stride(0), rows.shape[1]
+        return rows.as_strided(
+            (self.blocks, self.keys if count is None else count, width),
+            (self.step * stride, stride, 1),
+            rows.storage_offset() + first * stride,
+        )
+
+    def query_view(self, rows: Tensor) -> Tensor:
+        """The rows of each block that are its queries, ``[blocks, queries, width]``, no copy."""
+        return self.key_view(rows, self.first_query, self.queries)
+
+    def add_keys(self, rows: Tensor, grad_XMD: Tensor) -> None:
+        """Add what each block found for its keys to the gathered rows, in place."""
+        for first in range(0, self.keys, self.step):
+            part = slice(first, first + self.step)
+            self.key_view(rows, first, self.step).add_(grad_XMD[:, part])
+
+
+class BucketLayout:
+    """Same bucket, and at most ``before`` places earlier (``after`` later) in the order (bucket, position).
+
+    All rows and heads are one sequence: other buckets are masked anyway, so other rows are too. The code ``u`` of a
+    slot in a round is its place in that sequence, plus a gap larger than the window at every change of bucket:
+    ``j`` is a candidate of ``i`` if and only if ``-after <= u_i - u_j <= before``.
+    """
+
+    def __init__(
+        self, order_BHRT: Tensor, buckets_BHRT: Tensor, mask_BT: Tensor | None, before: int, after: int, *, once: bool
+    ) -> None:
+        batch, heads, rounds, length = order_BHRT.shape
+        device = order_BHRT.device
+        self.slots = batch * heads * length
+        self.rounds, self.once, self.both_ways = rounds, once, after > 0
+        self.before, self.after = before, after
+        # An interval with a whole centre lets |u - centre| <= half test membership; the token itself may be in or out.
+        self.low = -after if after else before % 2
+        self.scale = 1 + (before + self.low) % 2
+
+        self.queries = min(QUERIES_PER_BLOCK, max(8, before + after))
+        pad_before = -(-before // self.queries) * self.queries
+        pad_after = -(-after // self.queries) * self.queries
+        self.keys = pad_before + self.queries + pad_after
+        self.first_query = pad_before
+        self.tile_blocks = blocks_per_tile(self.queries * self.keys, device)
+        self.blocks = -(-self.slots // self.queries)
+
+        if mask_BT is not None:
+            buckets_BHRT = buckets_BHRT.masked_fill(~mask_BT.bool()[:, None, None, :], -1)
+        changes_BHRT = torch.ones_like(order_BHRT, dtype=torch.bool)
+        sorted_BHRT = buckets_BHRT.gather(-1, order_BHRT)
+        torch.ne(sorted_BHRT[..., 1:], sorted_BHRT[..., :-1], out=changes_BHRT[..., 1:])
+        gap = max(before, after) + 1
+        largest = self.scale * self.slots * (gap + 1)
+        dtype, far = (torch.int32, 2**30) if largest < 2**30 else (torch.int64, 2**62)
+        row_offset_BH11 = (torch.arange(batch * heads, device=device) * length).view(batch, heads, 1, 1)
+        order_RS = (order_BHRT + row_offset_BH11).permute(2, 0, 1, 3).reshape(rounds, self.slots)
+        changes_RS = changes_BHRT.permute(2, 0, 1, 3).reshape(rounds, self.slots)
+        codes_RS = torch.cumsum(changes_RS, dim=-1, dtype=dtype).mul_(gap)
+        codes_RS.add_(torch.arange(self.slots, dtype=dtype, device=device)).mul_(self.scale)
+        self.codes_RS = torch.full((rounds, self.slots + 2), far, dtype=dtype, device=device)
+        self.codes_RS[:, self.slots] = -far
+        self.codes_RS.scatter_(1, order_RS, codes_RS)
+        tail = self.blocks * self.queries - self.slots + pad_after
+        self.sequence_RX = torch.cat(
+            [
+                order_RS.new_full((rounds, pad_before), self.slots),
+                order_RS,
+                order_RS.new_full((rounds, tail), self.slots + 1),
+            ],
+            dim=1,
+        )
+        self.band_QM = self._band(device)
+
+    def _band(self, device: torch.device) -> Tensor:
+        ahead_QM = (
+            torch.arange(self.queries, device=device)[:, None]
+            + self.first_query
+            - torch.arange(self.keys, device=device)[None, :]
+        )
+        seen_QM = (ahead_QM >= -self.after) & (ahead_QM <= self.before)
+        band_QM = torch.where(seen_QM, 0.0, FORBIDDEN)
+        return band_QM.masked_fill(ahead_QM == 0, LONELY)
+
+    def tiles(self) -> Iterator[Tile]:
+        for round_ in range(self.rounds):
+            for first in range(0, self.blocks, self.tile_blocks):
+                blocks = min(self.tile_blocks, self.blocks - first)
+                key_slots = self.sequence_RX[
+                    round_, first * self.queries : (first + blocks - 1) * self.queries + self.keys
+                ]
+                yield Tile(
+                    round=round_,
+                    query_slots=key_slots[self.first_query : self.first_query + blocks * self.queries],
+                    key_slots=key_slots,
+                    blocks=blocks,
+                    queries=self.queries,
+                    keys=self.keys,
+                    step=self.queries,
+                    first_query=self.first_query,
+                )
+
+    def bias(self, tile: Tile, dtype: torch.dtype) -> Tensor:
+        """What to add to the scores of a tile, ``[blocks, queries, keys]``."""
+        first = 0 if self.once else tile.round
+        codes_RY = self.codes_RS[first : tile.round + 1].index_select(1, tile.key_slots)
+        codes_RXM = codes_RY.as_strided(
+            (codes_RY.shape[0], tile.blocks, 1, tile.keys), (codes_RY.stride(0), tile.step, 1, 1)
+        )
+        codes_RXQ = codes_RXM[:, :, 0, self.first_query : self.first_query + tile.queries].unsqueeze(-1)
+        window = self.scale * max(self.before, self.after)
+        if self.both_ways:
+            margin_XQM = (codes_RXQ[-1] - codes_RXM[-1]).abs_().neg_().add_(window)
+        else:
+            margin_XQM = codes_RXM[-1] - (codes_RXQ[-1] - window)
+        if codes_RY.shape[0] > 1:
+            # Keep the first round that offers a key: the others must be outside the window of every earlier round.
+            middle = (self.low + self.before) * self.scale // 2
+            half = (self.before - self.low) * self.scale // 2
+            for codes_XQ, codes_XM in zip(codes_RXQ[:-1] - middle, codes_RXM[:-1], strict=True):
+                torch.minimum(margin_XQM, (codes_XQ - codes_XM).abs_().sub_(half + 1), out=margin_XQM)
+        return margin_XQM.clamp_(-1, 0).to(dtype).mul_(-FORBIDDEN).add_(self.band_QM)
+
+
+class ChunkLayout:
+    """Everything in the own and the neighbouring chunks of the order (bucket, position), as in Trax and transformers.
+
+    With ``once`` every round stands alone and a key counts in the first round that offers it. Without, the rounds of a
+    row and head form a ring: the first chunk of a round has the last chunk of the round before as its neighbour.
+    """
+
+    def __init__(
+        self,
+        order_BHRT: Tensor,
+        mask_BT: Tensor | None,
+        chunk_length: int,
+        before: int,
+        after: int,
+        *,
+        causal: bool,
+        once: bool,
+    ) -> None:
+        batch, heads, rounds, length = order_BHRT.shape
+        device = order_BHRT.device
+        self.slots = batch * heads * length
+        if not once and length <= chunk_length:
+            # transformers attends to everything, without hashing, when one chunk holds it.
+            before = after = 0
+        self.rounds, self.causal, self.once = rounds, causal, once
+        self.before, self.after, self.queries = before, after, chunk_length
+        self.keys = (before + 1 + after) * chunk_length
+        self.first_query = before * chunk_length
+        self.tile_blocks = blocks_per_tile(self.queries * self.keys, device)
+        self.chunks = -(-length // chunk_length)
+        self.lines = batch * heads
+
+        row_offset_BH11 = (torch.arange(self.lines, device=device) * length).view(batch, heads, 1, 1)
+        slots_BHRT = order_BHRT + row_offset_BH11
+        padded_BHRX = torch.nn.functional.pad(
+            slots_BHRT, (0, self.chunks * chunk_length - length), value=self.slots + 1
+        )
+        chunks_ZC = padded_BHRX.reshape(-1, chunk_length)
+        self.nothing = chunks_ZC.shape[0]
+        self.chunks_ZC = torch.cat([chunks_ZC, chunks_ZC.new_full((1, chunk_length), self.slots + 1)])
+        positions_BT = torch.arange(length, dtype=torch.int32, device=device).expand(batch, length)
+        unseen = torch.iinfo(torch.int32).max // 2
+        if mask_BT is not None:
+            positions_BT = positions_BT.masked_fill(~mask_BT.bool(), unseen)
+        self.positions_S = torch.full((self.slots + 2,), unseen, dtype=torch.int32, device=device)
+        self.positions_S[: self.slots] = positions_BT[:, None].expand(batch, heads, length).reshape(-1)
+        self.unseen = unseen
+        if once and rounds > 1:
+            chunk_T = torch.arange(length, dtype=torch.int32, device=device) // chunk_length
+            self.chunk_of_RS = torch.full((rounds, self.slots + 2), unseen // 4, dtype=torch.int32, device=device)
+            self.chunk_of_RS.scatter_(
+                1,
+                slots_BHRT.permute(2, 0, 1, 3).reshape(rounds, self.slots),
+                chunk_T.repeat(self.lines).expand(rounds, -1),
+            )
+
+    def tiles(self) -> Iterator[Tile]:
+        device = self.chunks_ZC.device
+        shifts = torch.arange(-self.before, self.after + 1, device=device)
+        for round_ in range(self.rounds):
+            for first in range(0, self.lines * self.chunks, self.tile_blocks):
+                blocks = min(self.tile_blocks, self.lines * self.chunks - first)
+                block_X = torch.arange(first, first + blocks, device=device)
+                line_X1 = (block_X // self.chunks * self.rounds * self.chunks)[:, None]
+                neighbour_XN = (block_X % self.chunks)[:, None] + shifts
+                if self.once:
+                    outside_XN = (neighbour_XN < 0) | (neighbour_XN >= self.chunks)
+                    chunk_XN = (line_X1 + round_ * self.chunks + neighbour_XN).masked_fill(outside_XN, self.nothing)
+                else:
+                    chunk_XN = line_X1 + (round_ * self.chunks + neighbour_XN) % (self.rounds * self.chunks)
+                yield Tile(
+                    round=round_,
+                    query_slots=self.chunks_ZC[chunk_XN[:, self.before]].flatten(),
+                    key_slots=self.chunks_ZC[chunk_XN].flatten(),
+                    blocks=blocks,
+                    queries=self.queries,
+                    keys=self.keys,
+                    step=self.keys,
+                    first_query=self.first_query,
+                )
+
+    def bias(self, tile: Tile, dtype: torch.dtype) -> Tensor:
+        """What to add to the scores of a tile, ``[blocks, queries, keys]``."""
+        own = slice(tile.first_query, tile.first_query + tile.queries)
+        positions_XM = self.positions_S[tile.key_slots].view(tile.blocks, tile.keys)
+        ahead_XQM = positions_XM[:, own, None] - positions_XM[:, None, :]
+        # -1 where the token meets itself, -2 (or -1 and the penalty below) where it must not look, 0 elsewhere.
+        steps_XQM = ahead_XQM.clamp_(-1, 1).sub_(1) if self.causal else ahead_XQM.abs_().clamp_(max=1).sub_(1)
+        bias_XQM = steps_XQM.to(dtype).mul_(-LONELY)
+        if not self.causal:
+            bias_XQM.add_((positions_XM == self.unseen).to(dtype).mul_(FORBIDDEN)[:, None, :])
+        if self.once and tile.round:
+            chunks_RXM = 2 * self.chunk_of_RS[: tile.round, tile.key_slots].view(-1, tile.blocks, tile.keys)
+            middle, half = self.before - self.after, self.before + self.after
+            for chunks_XM in chunks_RXM:
+                margin_XQM = (chunks_XM[:, own, None] - middle - chunks_XM[:, None, :]).abs_().sub_(half + 1)
+                bias_XQM.add_(margin_XQM.clamp_(-1, 0).to(dtype), alpha=-FORBIDDEN)
+        return bias_XQM
+
+
+Layout = BucketLayout | ChunkLayout
+
+
+def blocks_per_tile(scores_per_block: int, device: torch.device) -> int:
+    budget = SCORES_PER_TILE_CPU if device.type == "cpu" else SCORES_PER_TILE
+    return max(1, budget // scores_per_block)

@@ -1,0 +1,35 @@
+"""Order tokens by (bucket, position), padding last."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Candidates = Literal["bucket", "chunk"]
+Merge = Literal["union", "sum"]
+
+
+def sort_by_bucket(buckets_BHRT: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Positions of the tokens in the order (bucket, position) of each round; padding comes last.
+
+    Sorts the integer keys ``bucket * T + position``, which makes any sort a stable one.
+
+    Args:
+        buckets_BHRT: bucket of each token ``[B, H, R, T]``, integer, not negative.
+        attention_mask: ``[B, T]``, true (or 1) where a token is real; None when all are.
+
+    Returns:
+        ``order_BHRT``, int64: ``order[..., n]`` is the position of the n-th token.
+
+    >>> sort_by_bucket(torch.tensor([[[[1, 0, 1, 0]]]]))
+    tensor([[[[1, 3, 0, 2]]]])
+    """
+    length = buckets_BHRT.shape[-1]
+    position_T = torch.arange(length, device=buckets_BHRT.device)
+    keys_BHRT = buckets_BHRT.long() * length + position_T
+    if attention_mask is not None:
+        last = torch.iinfo(torch.int64).max - length
+        keys_BHRT = torch.where(attention_mask.bool()[:, None, None, :], keys_BHRT, last + position_T)
+    return torch.sort(keys_BHRT, dim=-1).indices
