@@ -1,0 +1,187 @@
+"""What the arguments of `longmem train` stand for: documents, tokenizer, model, sequences, the checkpoint to resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_longmem._errors import complaint
+from hf_longmem.cli.arguments import (
+    BUILT_IN_EVAL_SAMPLES,
+    BUILT_IN_TRAIN_SAMPLES,
+    DataArguments,
+    LanguageModelingArguments,
+    ModelArguments,
+    RunArguments,
+)
+from hf_longmem.cli.errors import CommandError, user_mistakes
+from hf_longmem.data.text import load_documents, pack_documents, python_documents, read_documents, split_documents
+
+# What a first run on a small machine should be; every field is a flag, and a checkpoint brings its own.
+FIRST_RUN: dict[str, dict[str, Any]] = {
+    "reformer_lsh": {
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "attn_layers": ["local", "lsh", "local", "lsh"],
+        "num_hashes": 2,
+        "position_embedding_type": "rotary",
+    },
+}
+PROMPT_TOKENS = 256
+
+
+def checkpoint_to_resume(training: LanguageModelingArguments, run_arguments: RunArguments) -> str | None:
+    """Refuse an output directory with something in it, unless the user asked to go on there."""
+    output = Path(str(training.output_dir))
+    resume = training.resume_from_checkpoint
+    if resume is not None and resume.lower() not in ("true", "false"):
+        if not (Path(resume) / "trainer_state.json").is_file():
+            raise CommandError(
+                complaint("resume_from_checkpoint must be a checkpoint folder", resume, "it has no trainer_state.json")
+            )
+        return resume
+    if resume is not None and resume.lower() == "true":
+        last = get_last_checkpoint(str(output)) if output.is_dir() else None
+        if last is None:
+            raise CommandError(
+                complaint(f"{output} must hold a checkpoint to resume", "none", "train without resuming")
+            )
+        return last
+    if output.exists() and not output.is_dir():
+        raise CommandError(complaint("output_dir must be a directory", output, "name another --output_dir"))
+    if training.do_train and not run_arguments.overwrite and output.is_dir() and any(output.iterdir()):
+        fix = "name another --output_dir, or pass --overwrite or --resume_from_checkpoint true"
+        raise CommandError(complaint("output_dir must be empty", f"{output} with files in it", fix))
+    return None
+
+
+def documents(data: DataArguments) -> DatasetDict:
+    if data.text is not None and data.dataset is not None:
+        raise CommandError(complaint("the text comes from one place", "text and dataset", "give one of the two"))
+    with user_mistakes(ValueError, OSError, DatasetsError):
+        if data.dataset is not None:
+            return load_documents(
+                data.dataset,
+                data.dataset_config,
+                text_column=data.text_column,
+                held_out_fraction=data.held_out_fraction,
+            )
+        documents = python_documents() if data.text is None else read_documents(data.text)
+        return split_documents(documents, data.held_out_fraction)
+
+
+def tokenizer(model_arguments: ModelArguments) -> PreTrainedTokenizerBase:
+    source = model_arguments.tokenizer_name or model_arguments.model_name_or_path
+    if source is None:
+        return ByT5Tokenizer()
+    with user_mistakes(OSError, ValueError, prefix=f"tokenizer {source}: "):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def model(model_arguments: ModelArguments, data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    name = model_arguments.model_name_or_path
+    given = model_arguments.config_values()
+    mistakes = (ValueError, TypeError, OSError, RuntimeError, SafetensorError, StrictDataclassError)
+    if name is None:
+        kind = model_arguments.model_type
+        if kind not in CONFIG_MAPPING:
+            raise CommandError(complaint("model_type must be known to transformers", kind, "for instance reformer_lsh"))
+        _refuse_unknown(given, CONFIG_MAPPING[kind])
+        values = {
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": data.sequence_length,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+        with user_mistakes(*mistakes):
+            config = AutoConfig.for_model(kind, **(values | FIRST_RUN.get(kind, {}) | given))
+            model = AutoModelForCausalLM.from_config(config)
+    else:
+        with user_mistakes(*mistakes, prefix=f"{name}: "):
+            config = AutoConfig.from_pretrained(name)
+            _refuse_unknown(given, type(config))
+            config = AutoConfig.from_pretrained(name, **given)
+            model = AutoModelForCausalLM.from_pretrained(name, config=config)
+        broken = [key for key, value in model.state_dict().items() if not torch.isfinite(value).all()]
+        if broken:
+            raise CommandError(
+                complaint(f"{name} must hold finite weights", f"NaN or infinity in {broken[0]}", "repair it")
+            )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and data.sequence_length > longest:
+        raise CommandError(
+            complaint(
+                "sequence_length must not exceed max_position_embeddings",
+                f"{data.sequence_length} > {longest}",
+                f"use --sequence_length {longest} or less",
+            )
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise CommandError(
+            complaint(
+                "vocab_size must cover the tokenizer", f"{config.vocab_size} < {len(tokenizer)}", "use its tokenizer"
+            )
+        )
+    return model
+
+
+def _refuse_unknown(given: dict[str, Any], config_class: Any) -> None:
+    default = config_class()
+    for name in given:
+        if not hasattr(default, name):
+            raise CommandError(complaint(f"{default.model_type} models have no such setting", name, "leave it out"))
+
+
+def prompt(
+    run_arguments: RunArguments, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, held_out: Dataset
+) -> torch.Tensor:
+    """The tokens to continue, of shape [1, T]; checked here, before the time that training takes."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    room = PROMPT_TOKENS if longest is None else longest - run_arguments.max_new_tokens
+    if run_arguments.prompt is None:
+        tokens = held_out[0]["input_ids"][: max(min(PROMPT_TOKENS, room), 0)]
+    else:
+        tokens = tokenizer(run_arguments.prompt, add_special_tokens=False)["input_ids"]
+    if not tokens or (longest is not None and len(tokens) > room):
+        rule = f"a prompt of at least one token and max_new_tokens must fit max_position_embeddings, {longest}"
+        received = f"{len(tokens)} and {run_arguments.max_new_tokens}"
+        raise CommandError(complaint(rule, received, "change --prompt or --max_new_tokens"))
+    return torch.tensor([tokens])
+
+
+def sequences(
+    documents: DatasetDict, tokenizer: PreTrainedTokenizerBase, data: DataArguments, training: LanguageModelingArguments
+) -> tuple[Dataset, Dataset]:
+    built_in = data.text is None and data.dataset is None
+    most_train = (
+        data.max_train_samples if data.max_train_samples is not None or not built_in else BUILT_IN_TRAIN_SAMPLES
+    )
+    most_held_out = data.max_eval_samples or (BUILT_IN_EVAL_SAMPLES if built_in else None)
+    seed = training.seed if training.data_seed is None else training.data_seed
+    length = data.sequence_length
+    with user_mistakes(ValueError):
+        return (
+            pack_documents(documents["train"], tokenizer, length, max_sequences=most_train, seed=seed),
+            # In one order whatever the seed, so that runs are compared on the same text.
+            pack_documents(documents["held_out"], tokenizer, length, max_sequences=most_held_out, seed=0),
+        )

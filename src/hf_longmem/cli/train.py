@@ -1,0 +1,177 @@
+"""`longmem train`: train a causal language model on text, evaluate, save, check what was saved, generate."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from datasets import Dataset, DatasetDict
+from transformers import (
+    AutoModelForCausalLM,
+    ByT5Tokenizer,
+    DataCollatorForLanguageModeling,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerState,
+    set_seed,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+
+import hf_longmem  # noqa: F401 (registers the architectures)
+from hf_longmem.cli import inputs
+from hf_longmem.cli.arguments import parse
+from hf_longmem.cli.errors import CommandError
+
+# Bits: a reloaded model must give the loss it had; far above float noise, far below any real difference.
+SAME_LOSS = 1e-4
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        arguments: the command line after ``longmem train``.
+
+    Raises:
+        CommandError: a mistake of the user's, or a run whose result is not to be trusted.
+    """
+    model_arguments, data_arguments, run_arguments, training = parse(arguments)
+    checkpoint = inputs.checkpoint_to_resume(training, run_arguments)
+    set_seed(training.seed)
+    documents = inputs.documents(data_arguments)
+    tokenizer = inputs.tokenizer(model_arguments)
+    model = inputs.model(model_arguments, data_arguments, tokenizer)
+    train, held_out = inputs.sequences(documents, tokenizer, data_arguments, training)
+    prompt = inputs.prompt(run_arguments, tokenizer, model, held_out)
+    trainer = Trainer(
+        model=model,
+        args=training,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+    )
+    say: Callable[[str], None] = print if trainer.is_world_process_zero() else lambda text: None
+    say(_description(documents, train, held_out, model))
+
+    unit = "byte" if isinstance(tokenizer, ByT5Tokenizer) else "token"
+    results: dict[str, float] = {}
+    if training.do_eval:
+        results["bits_before"] = _held_out_bits(trainer)
+        say(f"held-out bits per {unit} before training: {results['bits_before']:.3f}")
+    if training.do_train:
+        results |= _train(trainer, checkpoint)
+    if training.do_eval:
+        results["bits"] = _held_out_bits(trainer)
+        if not math.isfinite(results["bits"]):
+            raise CommandError("the loss on the held-out text is not finite; try a lower --learning_rate", status=1)
+    if training.do_train:
+        trainer.save_model()
+        trainer.save_state()
+        model = _reloaded(trainer, results.get("bits"))
+        trainer.save_metrics("all", results, combined=False)
+    if run_arguments.max_new_tokens > 0 and trainer.is_world_process_zero():
+        say(_continuation(model, tokenizer, prompt, run_arguments.max_new_tokens))
+    say(_summary(results, unit, training.output_dir if training.do_train else None))
+
+
+def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
+    seen_before = 0
+    if checkpoint is not None:
+        seen_before = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).num_input_tokens_seen
+    seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
+    results = {"train_seconds": seconds, **_peak_memory()}
+    if tokens := trainer.state.num_input_tokens_seen - seen_before:
+        results["tokens_per_second"] = tokens / seconds
+    return results
+
+
+def _held_out_bits(trainer: Trainer) -> float:
+    return trainer.evaluate()["eval_loss"] / math.log(2)
+
+
+def _peak_memory() -> dict[str, float]:
+    """Bytes this process has held at most, and the accelerator's allocator where there is one."""
+    if sys.platform == "win32":
+        peak = {"peak_memory": float(psutil.Process().memory_info().peak_wset)}
+    else:
+        import resource
+
+        # Kilobytes on Linux, bytes on macOS.
+        scale = 1 if sys.platform == "darwin" else 1024
+        peak = {"peak_memory": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)}
+    if torch.cuda.is_available():
+        peak["peak_memory_cuda"] = float(torch.cuda.max_memory_allocated())
+    return peak
+
+
+def _reloaded(trainer: Trainer, bits: float | None) -> PreTrainedModel:
+    """Load what was saved as any user would, and compare its loss with the trained model's."""
+    output = str(trainer.args.output_dir)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    check = Trainer(
+        model=model,
+        args=trainer.args,
+        data_collator=trainer.data_collator,
+        eval_dataset=trainer.eval_dataset,
+        processing_class=trainer.processing_class,
+    )
+    if bits is not None:
+        again = _held_out_bits(check)
+        # Written so that a loss that is not a number fails too.
+        if not abs(again - bits) <= SAME_LOSS:
+            raise CommandError(
+                f"the model saved in {output} has another loss: {again:.6f} bits, not {bits:.6f}", status=1
+            )
+    return model
+
+
+def _continuation(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, max_new_tokens: int
+) -> str:
+    prompt = prompt.to(model.device)
+    generate: Callable[..., torch.Tensor] = model.eval().generate
+    output = generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        do_sample=True,
+        temperature=0.7,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    asked, answered = (tokenizer.decode(part) for part in (prompt[0], output[0, prompt.shape[1] :]))
+    return f"--- prompt\n{asked}\n--- continuation\n{answered}\n---"
+
+
+def _description(documents: DatasetDict, train: Dataset, held_out: Dataset, model: PreTrainedModel) -> str:
+    tokens = {"train": _count(train), "held_out": _count(held_out)}
+    lines = []
+    for split, title in (("train", "training text"), ("held_out", "held-out text")):
+        size = sum(len(text.encode("utf-8")) for text in documents[split]["text"])
+        lines.append(f"{title}: {len(documents[split])} documents, {size:,} bytes; {tokens[split]:,} tokens of it used")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return "\n".join([*lines, f"model: {model.config.model_type}, {parameters:,} parameters"])
+
+
+def _count(sequences: Dataset) -> int:
+    return sum(map(len, sequences["input_ids"]))
+
+
+def _summary(results: dict[str, float], unit: str, output: str | None) -> str:
+    lines = []
+    if "bits" in results:
+        lines.append(f"held-out bits per {unit}: {results['bits_before']:.3f} before, {results['bits']:.3f} after")
+    if "tokens_per_second" in results:
+        lines.append(f"tokens per second: {results['tokens_per_second']:,.0f}")
+    for name, title in (("peak_memory", "peak memory"), ("peak_memory_cuda", "peak memory on the accelerator")):
+        if name in results:
+            lines.append(f"{title}: {results[name] / 2**30:.2f} GiB")
+    if output is not None:
+        same = ", which gives the same loss when loaded again" if "bits" in results else ""
+        lines.append(f"saved: {output}{same}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Data sets for long sequences: real text (`text`) and synthetic tasks (`synthetic`)."""
