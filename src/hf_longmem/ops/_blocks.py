@@ -28,7 +28,7 @@ def attend_blocks(
     """``o = softmax_M(q . k + bias) v`` and the log-sum-exp of each row.
 
     The sum of a row's weights comes from the last column of ``v``, which the caller fills with ones: a matrix product
-    adds the keys in their order, zeros change nothing, and so a result does not depend on where in a block its keys lie.
+    adds the keys in their order, zeros change nothing, and so where in a block its keys lie does not matter.
 
     Args:
         q_XQD, k_XMD: queries and keys, floating, last axis contiguous; scores get no further scale.

@@ -151,7 +151,7 @@ def _layout(
 
 
 def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Per slot ``[key | value | 1]``, and the length that turns a key back into its query; two empty slots at the end."""
+    """Per slot ``[key | value | 1]``, and the length that makes a key its query again; two empty slots at the end."""
     head_dim = qk_BHTD.shape[-1]
     slots = qk_BHTD.numel() // head_dim
     qk_SD = qk_BHTD.reshape(slots, head_dim)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_longmem.ops._blocks import FORBIDDEN, LONELY
 
-# Scores computed at once. On a CPU a tile should stay in the second-level cache; an accelerator wants fewer, larger ones.
+# Scores computed at once: on a CPU a tile should stay in the second-level cache, an accelerator wants larger ones.
 SCORES_PER_TILE_CPU = 2**18
 SCORES_PER_TILE = 2**25
 QUERIES_PER_BLOCK = 32
