@@ -1,0 +1,69 @@
+"""Registration with transformers' Auto classes; nothing else calls ``Auto*.register``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
+
+_REFORMER = "hf_longmem.models.reformer_lsh"
+_MODELS: dict[type[PreTrainedConfig], dict[str, tuple[str, str]]] = {
+    ReformerLSHConfig: {
+        "AutoModel": (_REFORMER, "ReformerLSHModel"),
+        "AutoModelForCausalLM": (_REFORMER, "ReformerLSHForCausalLM"),
+    },
+}
+
+
+class _Import(NamedTuple):
+    """A class by name, to be imported when somebody asks for it."""
+
+    module: str
+    name: str
+
+
+class _ImportedOnDemand(dict[type, Any]):
+    """Registered classes by config class; one given as `_Import` is imported when it is first looked at.
+
+    An Auto mapping resolves transformers' own models lazily, but wants those of a plugin as classes: importing ours
+    would cost everyone who imports the package the whole of transformers' modelling code.
+    """
+
+    def __getitem__(self, key: type) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, _Import):
+            value = self[key] = getattr(import_module(value.module), value.name)
+        return value
+
+    def __iter__(self) -> Iterator[type]:
+        # Without this, dict(self) would copy values past __getitem__ (the mappings do that when they are pickled).
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self._import_all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._import_all()
+        return super().items()
+
+    def _import_all(self) -> None:
+        for key in list(self):
+            self[key]
+
+
+def register() -> None:
+    """Make ``AutoConfig``, ``AutoModel`` and the other Auto classes know the architectures of this package."""
+    for config_class, models in _MODELS.items():
+        configuration_auto.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        for auto_name, (module, name) in models.items():
+            auto_class = getattr(modeling_auto, auto_name)
+            mapping = auto_class._model_mapping
+            if not isinstance(mapping._extra_content, _ImportedOnDemand):
+                mapping._extra_content = _ImportedOnDemand(mapping._extra_content)
+            auto_class.register(config_class, _Import(module, name), exist_ok=True)

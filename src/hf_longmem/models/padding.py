@@ -1,0 +1,96 @@
+"""Padding, taken out of a model's sight: real tokens first inside, the caller's order outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from hf_longmem._errors import complaint
+
+
+def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a base model's ``forward`` so that padding anywhere equals padding on the right.
+
+    Each row's real tokens are moved to its front (in their order), and ``last_hidden_state``, ``hidden_states`` and
+    ``attentions`` are put back into the caller's order. ``position_ids`` default to counting real tokens. Inside,
+    ``attention_mask`` is None or bool ``[B, T]`` with the padding last. Goes outside ``@capture_outputs``, so that
+    what that records is put back too.
+    """
+
+    @wraps(forward)
+    def wrapper(
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return_dict = kwargs.pop("return_dict", None)
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        order = None
+        if attention_mask is not None and tokens is not None:
+            attention_mask = _real_tokens(attention_mask, tokens)
+        if attention_mask is not None and tokens is not None:
+            order = torch.argsort(~attention_mask, dim=1, stable=True)
+            attention_mask = attention_mask.gather(1, order)
+            if input_ids is not None:
+                input_ids = input_ids.gather(1, order)
+            if inputs_embeds is not None:
+                inputs_embeds = _reorder(inputs_embeds, order, 1)
+            if position_ids is not None:
+                position_ids = position_ids.expand(order.shape).gather(1, order)
+        outputs = forward(
+            self, input_ids, attention_mask, position_ids, cache, inputs_embeds, return_dict=True, **kwargs
+        )
+        if order is not None:
+            _restore(outputs, torch.argsort(order, dim=1))
+        return outputs if return_dict else outputs.to_tuple()
+
+    return wrapper
+
+
+def _real_tokens(attention_mask: Tensor, tokens: Tensor) -> Tensor | None:
+    """The mask of the given tokens as bool, None when it is known to hide nothing."""
+    if attention_mask.dim() != 2:
+        rule = "attention_mask must have two axes, [batch, tokens], with 0 for padding"
+        fix = "pass the tokenizer's mask; attention over packed documents is not supported"
+        raise ValueError(complaint(rule, f"shape {list(attention_mask.shape)}", fix))
+    batch, length = tokens.shape[:2]
+    if attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+        rule = f"attention_mask must cover the input's {batch} rows and {length} tokens"
+        raise ValueError(complaint(rule, f"shape {list(attention_mask.shape)}", "pass the mask made with these tokens"))
+    real = attention_mask[:, attention_mask.shape[1] - length :].to(torch.bool).to(tokens.device)
+    # Only on the CPU is a look at the values free; elsewhere it would wait for the device.
+    if real.device.type == "cpu" and not torch.compiler.is_compiling() and bool(real.all()):
+        return None
+    return real
+
+
+def _reorder(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Permute axis ``dim`` of ``[B, ...]`` by ``index[B, T]``."""
+    shape = [index.shape[0]] + [1] * (x.dim() - 1)
+    shape[dim] = index.shape[1]
+    return torch.take_along_dim(x, index.view(shape), dim)
+
+
+def _restore(outputs: ModelOutput, inverse: Tensor) -> None:
+    last = outputs["last_hidden_state"]
+    restored_last = outputs["last_hidden_state"] = _reorder(last, inverse, 1)
+    if outputs.get("hidden_states") is not None:
+        # One of them may be last_hidden_state itself, and stays the same object.
+        outputs["hidden_states"] = tuple(
+            restored_last if state is last else state if state is None else _reorder(state, inverse, 1)
+            for state in outputs["hidden_states"]
+        )
+    if outputs.get("attentions") is not None:
+        outputs["attentions"] = tuple(
+            _reorder(_reorder(weights, inverse, 2), inverse, 3) for weights in outputs["attentions"]
+        )
