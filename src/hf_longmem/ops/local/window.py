@@ -1,0 +1,406 @@
+"""Windowed attention in O(T) memory: tiles of query blocks against the stretch of keys that each block may see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_longmem._errors import complaint
+from hf_longmem.ops._blocks import FORBIDDEN, LONELY, attend_blocks, attend_blocks_backward
+
+__all__ = ["local_attention"]
+
+Rule = Literal["sliding", "chunk"]
+
+# Queries per block under "sliding", and the least number under "chunk"; any value gives the same results. Fewer waste
+# fewer scores on keys outside the window, more make larger products: 32 was best or near it for windows of 64 to 256.
+QUERY_BLOCK = 32
+
+# Scores per tile: on a CPU what stays in a core's cache, elsewhere what keeps the device busy.
+TILE_SCORES = {"cpu": 2**18, "other": 2**26}
+
+
+def local_attention(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    *,
+    rule: Rule = "sliding",
+    chunk_length: int,
+    chunks_before: int = 1,
+    chunks_after: int = 0,
+    causal: bool = True,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Windowed attention, ``out_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j`` over the keys j that query i may see.
+
+    ``"sliding"``: ``i - j <= chunk_length * chunks_before`` and ``j - i <= chunk_length * chunks_after``, per token.
+    ``"chunk"`` (transformers' Reformer): all of the query's own chunk, of ``chunks_before`` chunks before it and of
+    ``chunks_after`` after it; chunks never wrap round the end of the sequence. Both: only ``j <= i`` when ``causal``.
+    A query that sees no key (all of them padding) gives 0 and gets zero gradient.
+
+    Memory beyond inputs and output is O(T) with a constant set by a tile's size, in forward and in backward, which
+    recomputes the weights. Half precision is computed in float32. First derivatives only.
+
+    Args:
+        q_BHTD, k_BHTD, v_BHTD: queries, keys and values, one floating dtype, any strides.
+        rule: which keys a query may see.
+        chunk_length: tokens per chunk, the unit of the window.
+        chunks_before: chunks a query may look back.
+        chunks_after: chunks it may look ahead; no effect when ``causal``.
+        causal: forbid keys after the query.
+        attention_mask: bool ``[B, T]``, True for real tokens; any pattern. Padding is never a key.
+        dropout: probability of dropping a weight. Its seed comes from torch's default CPU generator, which is consumed,
+            never reseeded.
+
+    Returns:
+        ``out_BHTD`` in the inputs' dtype, laid out in memory as ``[B, T, H, D]``.
+
+    Raises:
+        ValueError: for shapes, dtypes or values that do not fit together.
+
+    Source: Kitaev, Kaiser, Levskaya 2020 (arXiv 2001.04451); the layer is that of the authors' Trax.
+    """
+    check_arguments(q_BHTD, k_BHTD, v_BHTD, rule, chunk_length, chunks_before, chunks_after, attention_mask, dropout)
+    seed = torch.randint(2**62, (), device="cpu") if dropout > 0.0 else None
+    out_BHTD, _ = _attend(
+        q_BHTD, k_BHTD, v_BHTD, attention_mask, seed, rule, chunk_length, chunks_before, chunks_after, causal, dropout
+    )
+    return out_BHTD
+
+
+def check_arguments(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    rule: str,
+    chunk_length: int,
+    chunks_before: int,
+    chunks_after: int,
+    attention_mask: Tensor | None,
+    dropout: float,
+) -> None:
+    """Raise a ValueError that says what does not fit."""
+    if q_BHTD.dim() != 4 or not (q_BHTD.shape == k_BHTD.shape == v_BHTD.shape):
+        received = f"{tuple(q_BHTD.shape)}, {tuple(k_BHTD.shape)}, {tuple(v_BHTD.shape)}"
+        raise ValueError(complaint("q, k and v must share one shape [B, H, T, D]", received, "expand grouped heads"))
+    if not (q_BHTD.dtype == k_BHTD.dtype == v_BHTD.dtype and q_BHTD.is_floating_point()):
+        received = f"{q_BHTD.dtype}, {k_BHTD.dtype}, {v_BHTD.dtype}"
+        raise ValueError(complaint("q, k and v must share one floating dtype", received, "cast them alike"))
+    if rule not in ("sliding", "chunk"):
+        raise ValueError(complaint('rule must be "sliding" or "chunk"', repr(rule), "use one of the two"))
+    if chunk_length < 1:
+        raise ValueError(complaint("chunk_length must be at least 1", chunk_length, "use for example 64"))
+    if chunks_before < 0 or chunks_after < 0:
+        received = f"{chunks_before} and {chunks_after}"
+        raise ValueError(complaint("chunks_before and chunks_after must not be negative", received, "use 0 or more"))
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(complaint("dropout must lie in [0, 1]", dropout, "use a probability"))
+    if attention_mask is None:
+        return
+    if attention_mask.dtype != torch.bool:
+        raise ValueError(
+            complaint("attention_mask must be bool", attention_mask.dtype, "pass mask.bool(), True = real")
+        )
+    if attention_mask.shape != (q_BHTD.size(0), q_BHTD.size(2)):
+        received = f"{tuple(attention_mask.shape)} for q {tuple(q_BHTD.shape)}"
+        raise ValueError(complaint("attention_mask must have shape [B, T]", received, "pass the mask of the tokens"))
+
+
+class _Plan(NamedTuple):
+    """How a sequence is cut: blocks of ``queries``, each with the keys from ``before`` it to ``after`` it."""
+
+    queries: int
+    before: int
+    after: int
+    blocks: int  # of a tile
+    heads: int  # of a tile
+
+
+class _Tile(NamedTuple):
+    """Blocks of one batch row: ``blocks`` of them from token ``start``, in heads ``[head, head_stop)``."""
+
+    row: int
+    head: int
+    head_stop: int
+    start: int
+    blocks: int
+    bias_XQM: Tensor
+
+
+def _plan(
+    shape: torch.Size,
+    rule: str,
+    chunk_length: int,
+    chunks_before: int,
+    chunks_after: int,
+    causal: bool,
+    device: torch.device,
+) -> _Plan:
+    _, num_heads, length, _ = shape
+    # Under "chunk" a block is a whole number of chunks, so that every block sees keys from the same offsets.
+    unit = chunk_length if rule == "chunk" else 1
+    longest = _round_up(max(length, 1), unit)
+    queries = min(_round_up(QUERY_BLOCK, unit), longest)
+    before = min(chunk_length * chunks_before, longest)
+    after = 0 if causal else min(chunk_length * chunks_after, longest)
+    total_blocks = -(-length // queries)
+    budget = TILE_SCORES["cpu" if device.type == "cpu" else "other"] // (queries * (before + queries + after))
+    blocks = max(1, min(budget, total_blocks))
+    return _Plan(queries, before, after, blocks, max(1, min(num_heads, budget // blocks)))
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _block_bias(
+    plan: _Plan, rule: str, chunk_length: int, chunks_before: int, chunks_after: int, causal: bool
+) -> Tensor:
+    """0 where a block's query may see its key, FORBIDDEN elsewhere: ``[1, Q, M]``, by position only."""
+    query = torch.arange(plan.queries).unsqueeze(1)
+    key = torch.arange(-plan.before, plan.queries + plan.after).unsqueeze(0)
+    if rule == "sliding":
+        visible = (query - key <= chunk_length * chunks_before) & (key - query <= chunk_length * chunks_after)
+    else:
+        chunks_back = query.div(chunk_length, rounding_mode="floor") - key.div(chunk_length, rounding_mode="floor")
+        visible = (chunks_back <= chunks_before) & (chunks_back >= -chunks_after)
+    if causal:
+        visible &= key <= query
+    return torch.zeros(visible.shape).masked_fill_(~visible, FORBIDDEN).unsqueeze(0)
+
+
+def _tiles(plan: _Plan, shape: torch.Size, bias_1QM: Tensor, attention_mask: Tensor | None) -> Iterator[_Tile]:
+    """Every tile, in one fixed order: dropout's draws in backward must follow those of forward."""
+    num_rows, num_heads, length, _ = shape
+    for row in range(num_rows):
+        for start in range(0, length, plan.blocks * plan.queries):
+            blocks = min(plan.blocks, -(-(length - start) // plan.queries))
+            bias_XQM = _tile_bias(
+                plan, start, blocks, length, bias_1QM, None if attention_mask is None else attention_mask[row]
+            )
+            for head in range(0, num_heads, plan.heads):
+                head_stop = min(head + plan.heads, num_heads)
+                shared = bias_XQM.size(0) == 1 or head_stop - head == 1
+                bias = bias_XQM if shared else bias_XQM.repeat(head_stop - head, 1, 1)
+                yield _Tile(row, head, head_stop, start, blocks, bias)
+
+
+def _tile_bias(plan: _Plan, start: int, blocks: int, length: int, bias_1QM: Tensor, mask_T: Tensor | None) -> Tensor:
+    """The bias of the tile's blocks with padding and places outside the sequence forbidden, one for all if none are."""
+    low, high = start - plan.before, start + blocks * plan.queries + plan.after
+    inside = low >= 0 and high <= length
+    if mask_T is None and inside:
+        return bias_1QM
+    real_T = torch.ones(length, dtype=torch.bool, device=bias_1QM.device) if mask_T is None else mask_T
+    real = F.pad(real_T[max(low, 0) : min(high, length)], (max(-low, 0), max(high - length, 0)))
+    # On the CPU looking costs less than masking; elsewhere it would wait for the device.
+    if real.device.type == "cpu" and real.all():
+        return bias_1QM
+    real_XM = real.unfold(0, plan.before + plan.queries + plan.after, plan.queries)
+    return bias_1QM.expand(blocks, -1, -1).masked_fill(~real_XM.unsqueeze(1), FORBIDDEN)
+
+
+def _stretch(x_BHTD: Tensor, tile: _Tile, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """Tokens ``[low, high)`` of a tile's heads, ``[heads, high - low, D]``, zeros outside; a view where possible."""
+    length = x_BHTD.size(2)
+    rows = x_BHTD[tile.row, tile.head : tile.head_stop, max(low, 0) : min(high, length)].to(dtype)
+    if low < 0 or high > length:
+        rows = F.pad(rows, (0, 0, max(-low, 0), max(high - length, 0)))
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _queries_of(x_BHTD: Tensor, plan: _Plan, tile: _Tile, dtype: torch.dtype) -> Tensor:
+    rows = _stretch(x_BHTD, tile, tile.start, tile.start + tile.blocks * plan.queries, dtype)
+    return rows.unflatten(1, (tile.blocks, plan.queries)).flatten(0, 1)
+
+
+def _keys_of(x_BHTD: Tensor, plan: _Plan, tile: _Tile, dtype: torch.dtype) -> Tensor:
+    low, high = tile.start - plan.before, tile.start + tile.blocks * plan.queries + plan.after
+    return _overlapping(_stretch(x_BHTD, tile, low, high, dtype), plan)
+
+
+def _overlapping(rows_hSD: Tensor, plan: _Plan) -> Tensor:
+    """Each block's keys out of the tile's: ``[heads * blocks, M, D]``; for one head a view in which blocks overlap."""
+    span = plan.before + plan.queries + plan.after
+    return rows_hSD.unfold(1, span, plan.queries).transpose(-1, -2).flatten(0, 1)
+
+
+def _add_overlapping(total_BHTD: Tensor, grad_XMD: Tensor, plan: _Plan, tile: _Tile) -> None:
+    """Transpose of :func:`_keys_of`: add each block's gradient to the tokens that it came from."""
+    heads, span, step = tile.head_stop - tile.head, grad_XMD.size(1), plan.queries
+    grad_hXMD = grad_XMD.unflatten(0, (heads, tile.blocks))
+    sum_hSD = grad_XMD.new_zeros(
+        heads, tile.blocks * step + _round_up(plan.before + plan.after, step), grad_XMD.size(2)
+    )
+    for offset in range(0, span, step):
+        width = min(step, span - offset)
+        place = sum_hSD[:, offset : offset + tile.blocks * step].unflatten(1, (tile.blocks, step))
+        place[:, :, :width] += grad_hXMD[:, :, offset : offset + width]
+    low = tile.start - plan.before
+    first, last = max(low, 0), min(tile.start + tile.blocks * step + plan.after, total_BHTD.size(2))
+    total_BHTD[tile.row, tile.head : tile.head_stop, first:last] += sum_hSD[:, first - low : last - low]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | None:
+    return None if seed is None else torch.Generator(device).manual_seed(int(seed))
+
+
+def _new_output(q_BHTD: Tensor) -> Tensor:
+    """Laid out as ``[B, T, H, D]``: merging heads is then a view, and what the next layer saves is this very memory."""
+    batch, heads, length, width = q_BHTD.shape
+    return q_BHTD.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+@torch.library.custom_op("hf_longmem::local_attention", mutates_args=())
+def _attend(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    attention_mask: Tensor | None,
+    seed: Tensor | None,
+    rule: str,
+    chunk_length: int,
+    chunks_before: int,
+    chunks_after: int,
+    causal: bool,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and each query's log-sum-exp, +inf where it sees no key."""
+    dtype, shape, length = _wide(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
+    out_BHTD = _new_output(q_BHTD)
+    lse_BHT = q_BHTD.new_empty(shape[:3], dtype=dtype)
+    plan = _plan(shape, rule, chunk_length, chunks_before, chunks_after, causal, q_BHTD.device)
+    bias_1QM = _block_bias(plan, rule, chunk_length, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
+    generator = _generator(seed, q_BHTD.device)
+    scale = 1.0 / math.sqrt(shape[-1])
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        for tile in _tiles(plan, shape, bias_1QM, attention_mask):
+            low, high = tile.start - plan.before, tile.start + tile.blocks * plan.queries + plan.after
+            v_rows = F.pad(_stretch(v_BHTD, tile, low, high, dtype), (0, 1), value=1.0)
+            out_XQD, lse_XQ = attend_blocks(
+                _queries_of(q_BHTD, plan, tile, dtype) * scale,
+                _keys_of(k_BHTD, plan, tile, dtype),
+                _overlapping(v_rows, plan),
+                tile.bias_XQM,
+                dropout=dropout,
+                generator=generator,
+            )
+            unseeing = lse_XQ < LONELY / 2  # nothing but FORBIDDEN keys
+            out_XQD = out_XQD.masked_fill_(unseeing.unsqueeze(-1), 0.0)
+            lse_XQ = lse_XQ.masked_fill_(unseeing, math.inf)
+            stop = min(tile.start + tile.blocks * plan.queries, length)
+            heads, place = (
+                tile.head_stop - tile.head,
+                (tile.row, slice(tile.head, tile.head_stop), slice(tile.start, stop)),
+            )
+            out_BHTD[place] = out_XQD.reshape(heads, -1, shape[-1])[:, : stop - tile.start]
+            lse_BHT[place] = lse_XQ.reshape(heads, -1)[:, : stop - tile.start]
+    return out_BHTD, lse_BHT
+
+
+@torch.library.custom_op("hf_longmem::local_attention_backward", mutates_args=())
+def _attend_backward(
+    grad_BHTD: Tensor,
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    out_BHTD: Tensor,
+    lse_BHT: Tensor,
+    attention_mask: Tensor | None,
+    seed: Tensor | None,
+    rule: str,
+    chunk_length: int,
+    chunks_before: int,
+    chunks_after: int,
+    causal: bool,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, shape, length = _wide(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
+    grad_q_BHTD = torch.empty_like(q_BHTD)
+    grad_k_BHTD, grad_v_BHTD = torch.zeros_like(k_BHTD, dtype=dtype), torch.zeros_like(v_BHTD, dtype=dtype)
+    plan = _plan(shape, rule, chunk_length, chunks_before, chunks_after, causal, q_BHTD.device)
+    bias_1QM = _block_bias(plan, rule, chunk_length, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
+    generator = _generator(seed, q_BHTD.device)
+    scale = 1.0 / math.sqrt(shape[-1])
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        for tile in _tiles(plan, shape, bias_1QM, attention_mask):
+            grad_XQD = _queries_of(grad_BHTD, plan, tile, dtype)
+            out_XQD = _queries_of(out_BHTD, plan, tile, dtype)
+            lse_XQ = _queries_of(lse_BHT.unsqueeze(-1), plan, tile, dtype).squeeze(-1)
+            grad_q_XQD, grad_k_XMD, grad_v_XMD = attend_blocks_backward(
+                grad_XQD,
+                (grad_XQD * out_XQD).sum(-1),
+                _queries_of(q_BHTD, plan, tile, dtype) * scale,
+                _keys_of(k_BHTD, plan, tile, dtype),
+                _keys_of(v_BHTD, plan, tile, dtype),
+                tile.bias_XQM,
+                lse_XQ,
+                dropout=dropout,
+                generator=generator,
+            )
+            stop = min(tile.start + tile.blocks * plan.queries, length)
+            heads, place = (
+                tile.head_stop - tile.head,
+                (tile.row, slice(tile.head, tile.head_stop), slice(tile.start, stop)),
+            )
+            grad_q_BHTD[place] = (grad_q_XQD * scale).reshape(heads, -1, shape[-1])[:, : stop - tile.start]
+            _add_overlapping(grad_k_BHTD, grad_k_XMD, plan, tile)
+            _add_overlapping(grad_v_BHTD, grad_v_XMD, plan, tile)
+    return grad_q_BHTD, grad_k_BHTD.to(k_BHTD.dtype), grad_v_BHTD.to(v_BHTD.dtype)
+
+
+@_attend.register_fake
+def _(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    attention_mask: Tensor | None,
+    seed: Tensor | None,
+    rule: str,
+    chunk_length: int,
+    chunks_before: int,
+    chunks_after: int,
+    causal: bool,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    return _new_output(q_BHTD), q_BHTD.new_empty(q_BHTD.shape[:3], dtype=_wide(q_BHTD.dtype))
+
+
+@_attend_backward.register_fake
+def _(grad_BHTD: Tensor, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q_BHTD), torch.empty_like(k_BHTD), torch.empty_like(v_BHTD)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q_BHTD, k_BHTD, v_BHTD, attention_mask, seed, *ctx.settings = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q_BHTD, k_BHTD, v_BHTD, *output, attention_mask, seed)
+
+
+def _differentiate(ctx: Any, grad_out_BHTD: Tensor | None, grad_lse_BHT: Tensor | None) -> tuple:
+    if grad_out_BHTD is None:
+        return (None,) * 11
+    return *_attend_backward(grad_out_BHTD, *ctx.saved_tensors, *ctx.settings), *(None,) * 8
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple:
+    raise RuntimeError(
+        complaint(
+            "local_attention has first derivatives only", "a request for a second one", "use hf_longmem.ops.local.naive"
+        )
+    )
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep_inputs)
+_attend_backward.register_autograd(_refuse_second_derivative)
