@@ -185,8 +185,7 @@ def _through_unit_length(grad_YD: Tensor, keys_YD: Tensor, norm_Y: Tensor) -> No
     grad_YD.addcmul_(keys_YD, along_Y1, value=-1.0).div_(norm_Y.unsqueeze(-1))
 
 
-@torch.library.custom_op("hf_longmem::lsh_attend", mutates_args=())
-def _attend(
+def attend_tiles(
     qk_BHTD: Tensor,
     v_BHTD: Tensor,
     buckets_BHRT: Tensor,
@@ -231,6 +230,7 @@ def _attend(
                 layout.bias(tile, exact),
                 dropout=dropout,
                 generator=generator,
+                overwrite_bias=True,
             )
             found_YD, lse_Y = out_XQD.flatten(0, 1), lse_XQ.flatten()
             if tile.round:
@@ -250,6 +250,10 @@ def _attend(
     return out_BHTD, lse_BHT.masked_fill(lonely_BHT, torch.inf), order_BHRT.int()
 
 
+# Opaque to tracing: the loop over tiles is one node of a compiled or exported graph.
+_attend = torch.library.custom_op("hf_longmem::lsh_attend", attend_tiles, mutates_args=())
+
+
 @_attend.register_fake
 def _(
     qk_BHTD: Tensor,
@@ -266,8 +270,7 @@ def _(
     )
 
 
-@torch.library.custom_op("hf_longmem::lsh_attend_backward", mutates_args=())
-def _attend_backward(
+def attend_tiles_backward(
     grad_out_BHTD: Tensor,
     qk_BHTD: Tensor,
     v_BHTD: Tensor,
@@ -285,6 +288,7 @@ def _attend_backward(
     merge: str,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
+    """Gradients of ``qk`` and ``v`` from what :func:`attend_tiles` was given and returned."""
     batch, heads, length, head_dim = qk_BHTD.shape
     slots = batch * heads * length
     exact = _exact_dtype(qk_BHTD)
@@ -326,6 +330,7 @@ def _attend_backward(
                 lse_XQ,
                 dropout=dropout,
                 generator=generator,
+                overwrite_bias=True,
             )
             grads_YX = keys.new_zeros(keys.shape[0], 2 * head_dim)
             grad_qk_YD = grads_YX[:, :head_dim]
@@ -338,6 +343,9 @@ def _attend_backward(
     grad_v_BHTD = grads_SX[:slots, head_dim:].view(qk_BHTD.shape)
     grad_v_BHTD = torch.where(lonely_BHT1, grad_v_BHTD + grad_out_BHTD.to(exact), grad_v_BHTD)
     return grad_qk_BHTD.to(qk_BHTD.dtype).contiguous(), grad_v_BHTD.to(qk_BHTD.dtype).contiguous()
+
+
+_attend_backward = torch.library.custom_op("hf_longmem::lsh_attend_backward", attend_tiles_backward, mutates_args=())
 
 
 @_attend_backward.register_fake

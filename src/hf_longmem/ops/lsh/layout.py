@@ -152,15 +152,17 @@ class BucketLayout:
         codes_RXQ = codes_RXM[:, :, 0, self.first_query : self.first_query + tile.queries].unsqueeze(-1)
         window = self.scale * max(self.before, self.after)
         if self.both_ways:
-            margin_XQM = (codes_RXQ[-1] - codes_RXM[-1]).abs_().neg_().add_(window)
+            margin_XQM = window - _distance(codes_RXQ[-1], codes_RXM[-1])
         else:
             margin_XQM = codes_RXM[-1] - (codes_RXQ[-1] - window)
         if codes_RY.shape[0] > 1:
             # Keep the first round that offers a key: the others must be outside the window of every earlier round.
             middle = (self.low + self.before) * self.scale // 2
             half = (self.before - self.low) * self.scale // 2
-            for codes_XQ, codes_XM in zip(codes_RXQ[:-1] - middle, codes_RXM[:-1], strict=True):
-                torch.minimum(margin_XQM, (codes_XQ - codes_XM).abs_().sub_(half + 1), out=margin_XQM)
+            nearest_XQM = _distance(codes_RXQ[0] - middle, codes_RXM[0])
+            for codes_XQ1, codes_X1M in zip(codes_RXQ[1:-1] - middle, codes_RXM[1:-1], strict=True):
+                torch.minimum(nearest_XQM, _distance(codes_XQ1, codes_X1M), out=nearest_XQM)
+            torch.minimum(margin_XQM, nearest_XQM.sub_(half + 1), out=margin_XQM)
         return margin_XQM.clamp_(-1, 0).to(dtype).mul_(-FORBIDDEN).add_(self.band_QM)
 
 
@@ -251,7 +253,7 @@ class ChunkLayout:
         positions_XM = self.positions_S[tile.key_slots].view(tile.blocks, tile.keys)
         ahead_XQM = positions_XM[:, own, None] - positions_XM[:, None, :]
         # -1 where the token meets itself, -2 (or -1 and the penalty below) where it must not look, 0 elsewhere.
-        steps_XQM = ahead_XQM.clamp_(-1, 1).sub_(1) if self.causal else ahead_XQM.abs_().clamp_(max=1).sub_(1)
+        steps_XQM = ahead_XQM.clamp_(-1, 1).sub_(1) if self.causal else ahead_XQM.abs().clamp_(max=1).sub_(1)
         bias_XQM = steps_XQM.to(dtype).mul_(-LONELY)
         if not self.causal:
             bias_XQM.add_((positions_XM == self.unseen).to(dtype).mul_(FORBIDDEN)[:, None, :])
@@ -259,9 +261,15 @@ class ChunkLayout:
             chunks_RXM = 2 * self.chunk_of_RS[: tile.round, tile.key_slots].view(-1, tile.blocks, tile.keys)
             middle, half = self.before - self.after, self.before + self.after
             for chunks_XM in chunks_RXM:
-                margin_XQM = (chunks_XM[:, own, None] - middle - chunks_XM[:, None, :]).abs_().sub_(half + 1)
+                margin_XQM = _distance(chunks_XM[:, own, None] - middle, chunks_XM[:, None, :]).sub_(half + 1)
                 bias_XQM.add_(margin_XQM.clamp_(-1, 0).to(dtype), alpha=-FORBIDDEN)
         return bias_XQM
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """``|a - b|`` with one temporary; the in-place ``abs_`` would make a second."""
+    difference = a - b
+    return torch.abs(difference, out=difference)
 
 
 Layout = BucketLayout | ChunkLayout
