@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from hf_longmem.ops.continuous import (
+    GaussianBasis,
+    basis_parameters,
+    expected_basis,
+    gaussian_kl,
+    naive,
+    read_density,
+    read_memory,
+    read_values,
+    summarise_coefficients,
+)
+
+BASIS = GaussianBasis(9, (0.05, 0.1))
+
+
+def inputs(seed: int = 0, dtype: torch.dtype = torch.float64, tokens: int = 5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+
+    return {
+        "q": draw(2, 3, tokens, 4),
+        "coefficients": draw(2, 9, 6),
+        "heads": draw(2, 9),
+        "key_weight": draw(12, 6),
+        "value_weight": draw(12, 6),
+    }
+
+
+def fast(data: dict[str, Tensor], floor: float) -> tuple[Tensor, Tensor, Tensor]:
+    coefficients = data["coefficients"]
+    keys = (summarise_coefficients(coefficients, data["heads"]) @ data["key_weight"].T).unflatten(-1, (3, 4))
+    values = (coefficients @ data["value_weight"].T).unflatten(-1, (3, 4))
+    return read_memory(data["q"], keys.transpose(1, 2), values.transpose(1, 2), BASIS, variance_floor=floor)
+
+
+def slow(data: dict[str, Tensor], floor: float) -> tuple[Tensor, Tensor, Tensor]:
+    keys = (data["coefficients"] @ data["key_weight"].T).unflatten(-1, (3, 4)).transpose(1, 2)
+    values = (data["coefficients"] @ data["value_weight"].T).unflatten(-1, (3, 4)).transpose(1, 2)
+    return naive.read_memory(data["q"], keys, values, data["heads"], BASIS, variance_floor=floor)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize("floor", [1e-6, 1e-2])
+def test_reading_is_the_integral_over_every_score(tokens: int, floor: float) -> None:
+    data = inputs(tokens=tokens)
+    for ours, wanted in zip(fast(data, floor), slow(data, floor), strict=True):
+        assert (ours - wanted).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("floor", [1e-6, 1e-2])
+def test_gradients_of_reading_equal_those_of_the_naive_twin(floor: float) -> None:
+    data = inputs(1)
+    with torch.no_grad():  # narrow densities, where digits are easily lost
+        data["heads"][1] *= 5
+    names = list(data)
+    ours = torch.autograd.grad(fast(data, floor)[0].square().sum(), [data[name] for name in names])
+    wanted = torch.autograd.grad(slow(data, floor)[0].square().sum(), [data[name] for name in names])
+    for name, mine, theirs in zip(names, ours, wanted, strict=True):
+        assert (mine - theirs).abs().max() < 1e-9 * theirs.abs().max(), name
+    single = {name: value.detach().float().requires_grad_() for name, value in data.items()}
+    in_float32 = torch.autograd.grad(fast(single, floor)[0].square().sum(), list(single.values()))
+    for name, mine, theirs in zip(names, in_float32, wanted, strict=True):
+        assert (mine - theirs).norm() < 1e-5 * theirs.norm(), name
+
+
+@pytest.mark.parametrize("basis", [BASIS, GaussianBasis(9, (0.2,)), GaussianBasis(9, (0.01, 0.05, 0.1))])
+def test_values_are_averaged_under_the_expected_basis(basis: GaussianBasis) -> None:
+    """With as many centres for every width, and with one more for some."""
+    mu, variance = torch.rand(2, 3, 65).double(), torch.rand(2, 3, 65).double() * 0.1
+    values = torch.randn(2, 3, 9, 4).double()
+    wanted = expected_basis(mu, variance, *basis_parameters(basis, dtype=torch.float64)) @ values
+    assert (read_values(mu, variance, values, basis) - wanted).abs().max() < 1e-12
+
+
+def test_bfloat16_queries_are_placed_in_float32() -> None:
+    data = {name: value.detach().bfloat16() for name, value in inputs(2).items()}
+    keys = torch.randn(2, 3, 2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mu, variance = read_density(data["q"], keys)
+    wanted, _ = read_density(data["q"].float(), keys)
+    assert mu.dtype == variance.dtype == torch.float32
+    assert torch.equal(mu, wanted)
+    values = torch.randn(2, 3, 9, 4).bfloat16()
+    context = read_memory(data["q"], keys, values, BASIS).context_BHTD
+    exact = read_memory(data["q"].float(), keys, values.float(), BASIS).context_BHTD
+    assert context.dtype == torch.bfloat16
+    # Rounding r and the context to bfloat16, 2^-9 each, over sums of magnitude |r| |V|.
+    assert (context.float() - exact).abs().max() < 3 * 2**-9 * exact.abs().max()
+
+
+def test_rows_that_hold_nothing_read_exact_zeros() -> None:
+    data = inputs(3)
+    keys, values = torch.randn(2, 3, 2, 4).double(), torch.randn(2, 3, 9, 4).double()
+    everything = read_memory(data["q"], keys, values, BASIS).context_BHTD
+    written = torch.tensor([False, True])
+    context = read_memory(data["q"], keys, values, BASIS, written_B=written).context_BHTD
+    assert torch.equal(context[0], torch.zeros_like(context[0]))
+    assert torch.equal(context[1], everything[1])
+
+
+def test_kl_is_the_divergence_of_two_gaussians() -> None:
+    mu, std = torch.rand(20, dtype=torch.float64), torch.rand(20, dtype=torch.float64) + 0.01
+    prior_std = torch.tensor(0.05, dtype=torch.float64)
+    wanted = kl_divergence(Normal(mu, std), Normal(torch.full_like(mu, 0.5), prior_std))
+    assert torch.allclose(gaussian_kl(std.square(), 0.05, mu=mu, prior_mu=0.5), wanted, rtol=1e-12)
+    centred = kl_divergence(Normal(mu, std), Normal(mu, prior_std))
+    assert torch.allclose(gaussian_kl(std.square(), 0.05), centred, rtol=1e-9, atol=1e-12)
+
+
+def test_impossible_readings_are_named() -> None:
+    q, keys, values = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2, 4), torch.randn(1, 1, 8, 4)
+    with pytest.raises(ValueError, match="one row for each of the 9 basis functions, got 8"):
+        read_memory(q, keys, values, BASIS)
+    with pytest.raises(ValueError, match="variance_floor must not be negative, got -1"):
+        read_density(q, keys, variance_floor=-1)
+    with pytest.raises(ValueError, match="prior_std must be positive and finite, got 0"):
+        gaussian_kl(torch.ones(1), 0)
+    with pytest.raises(ValueError, match="go together"):
+        gaussian_kl(torch.ones(1), 0.05, mu=torch.ones(1))

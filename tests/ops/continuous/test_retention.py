@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_longmem.ops.continuous import GaussianBasis, RegressionSpec, memory_retention, naive
+from hf_longmem.ops.continuous.retention import segment_edges
+
+
+@pytest.mark.parametrize(
+    ("tau", "num_samples", "least", "most"), [(0.75, 512, 12, 13), (0.5, 512, 7, 7), (0.9, 2048, 24, 24)]
+)
+def test_segments_kept_at_the_published_sizes(tau: float, num_samples: int, least: int, most: int) -> None:
+    spec = RegressionSpec(GaussianBasis(512, (0.01, 0.05)), 512, num_samples)
+    assert least <= memory_retention(spec, tau, 24).kept() <= most
+
+
+def test_uniform_decay_keeps_every_segment_where_a_fixed_one_forgets() -> None:
+    spec = RegressionSpec(GaussianBasis(128, (0.01, 0.05)), 64, 128)
+    uniform, fixed = memory_retention(spec, "uniform", 20), memory_retention(spec, 0.75, 20)
+    assert uniform.kept(0.95) == 20
+    assert fixed.kept() < 14
+    assert fixed.fidelity_A[17] < 0.3
+
+
+@pytest.mark.parametrize("decay", [0.6, "uniform"])
+def test_the_response_is_that_of_random_constants_written_by_the_naive_twin(decay: Any) -> None:
+    spec = RegressionSpec(GaussianBasis(24, (0.02, 0.06)), 8, 24)
+    constants = torch.randn(6, 20000, dtype=torch.float64)
+    coefficients = None
+    for n, constant in enumerate(constants):
+        tau = n / (n + 1) if decay == "uniform" and n else 0.6
+        coefficients = naive.write_memory(coefficients, constant.expand(8, -1), spec, tau)
+    middle = segment_edges(decay, 6).mean(dim=1)
+    assert coefficients is not None
+    recalled, written = naive.evaluate_basis(middle, spec.basis) @ coefficients, constants.flip(0)
+    retention = memory_retention(spec, decay, 6)
+    fidelity = 1 - (recalled - written).square().mean(dim=1) / written.square().mean(dim=1)
+    # 20,000 independent columns: a standard error of a few times 1 / sqrt(20,000) on every average of squares.
+    assert (retention.fidelity_A - fidelity).abs().max() < 0.05
+    assert (retention.gain_A - (recalled * written).mean(dim=1)).abs().max() < 0.05
+    assert (retention.cosine_A - torch.cosine_similarity(recalled, written, dim=1)).abs().max() < 0.05
+
+
+def test_edges_share_the_line() -> None:
+    assert torch.allclose(segment_edges("uniform", 4), torch.tensor([[3, 4], [2, 3], [1, 2], [0, 1]]).double() / 4)
+    wanted = torch.tensor([[0.5, 1], [0.25, 0.5], [0, 0.25]], dtype=torch.float64)
+    assert torch.equal(segment_edges(0.5, 3), wanted)
+
+
+def test_a_wide_reading_density_recalls_less_of_an_old_segment() -> None:
+    spec = RegressionSpec(GaussianBasis(64, (0.01, 0.05)), 32, 64)
+    sharp, blurred = (memory_retention(spec, 0.75, 8, read_variance=variance) for variance in (0.0, 1e-2))
+    assert blurred.fidelity_A[5] < sharp.fidelity_A[5]
+
+
+def test_one_segment_is_read_back() -> None:
+    spec = RegressionSpec(GaussianBasis(64, (0.01, 0.05)), 128, 64)
+    assert memory_retention(spec, 0.75, 1).fidelity_A[0] > 0.99
+
+
+def test_kept_stops_at_the_first_gap() -> None:
+    retention = memory_retention(RegressionSpec(GaussianBasis(64, (0.01, 0.05)), 32, 64), 0.75, 4)
+    assert retention._replace(fidelity_A=torch.tensor([1.0, 0.9, 0.2, 1.0])).kept() == 2
+
+
+def test_impossible_probes_are_named() -> None:
+    spec = RegressionSpec(GaussianBasis(8, (0.1,)), 4, 4)
+    with pytest.raises(ValueError, match="num_segments must be at least 1, got 0"):
+        memory_retention(spec, 0.5, 0)
+    with pytest.raises(ValueError, match="tau must lie strictly between"):
+        memory_retention(spec, 1.0, 1)
