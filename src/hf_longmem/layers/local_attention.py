@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from hf_longmem.layers.attention_cache import AttentionCache, past_reach
 from hf_longmem.layers.positions import rotate
 from hf_longmem.ops.local import local_attention
 from hf_longmem.ops.local.naive import local_attention_weights
@@ -60,6 +61,7 @@ class LocalAttention(nn.Module):
         num_hashes: int | None = None,
         hash_seed: int | None = None,
         output_attentions: bool = False,
+        cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -69,6 +71,7 @@ class LocalAttention(nn.Module):
             rotary: cosines and sines of the positions.
             num_hashes, hash_seed: unused, so that both kinds of attention are called alike.
             output_attentions: compute by the dense twin, O(T^2), and return its weights.
+            cache: attends with these tokens to those it remembers, in place of the operator.
 
         Returns:
             ``[B, T, E]``, and weights ``[B, H, T, T]`` (rows sum to 1) or None.
@@ -80,7 +83,9 @@ class LocalAttention(nn.Module):
             q_BHTD, k_BHTD = rotate(q_BHTD, rotary), rotate(k_BHTD, rotary)
         dropout = self.dropout if self.training else 0.0
         weights_BHTT = None
-        if output_attentions:
+        if cache is not None:
+            out_BHTD = cache.attend(q_BHTD, k_BHTD, v_BHTD, attention_mask, **past_reach(self.reach))
+        elif output_attentions:
             weights_BHTT = local_attention_weights(q_BHTD, k_BHTD, attention_mask=attention_mask, **self.reach)
             out_BHTD = nn.functional.dropout(weights_BHTT, dropout) @ v_BHTD
         else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_longmem.layers.attention_cache import AttentionCache, past_reach
 from hf_longmem.layers.positions import rotate
 from hf_longmem.ops.lsh import draw_rotations, hash_vectors, lsh_attention, seeded_rotations
 from hf_longmem.ops.lsh.naive import lsh_attention_weights
@@ -79,6 +80,7 @@ class LSHAttention(nn.Module):
         num_hashes: int | None = None,
         hash_seed: int | None = None,
         output_attentions: bool = False,
+        cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -90,6 +92,7 @@ class LSHAttention(nn.Module):
             num_hashes: rounds of this call instead of the layer's own.
             hash_seed: seed of this call's rotations, in training too.
             output_attentions: compute by the dense twin, O(T^2), and return its weights.
+            cache: attends with these tokens to those it remembers, in place of the operator.
 
         Returns:
             ``[B, T, E]``, and weights ``[B, H, T, T]`` (rows sum to 1) or None.
@@ -101,7 +104,18 @@ class LSHAttention(nn.Module):
         buckets_BHRT = hash_vectors(qk_BHTD, self._rotations(qk_BHTD, num_hashes, hash_seed), self.num_buckets)
         dropout = self.dropout if self.training else 0.0
         weights_BHTT = None
-        if output_attentions:
+        if cache is not None:
+            rounds, seed = buckets_BHRT.shape[2], self.hash_seed if hash_seed is None else hash_seed
+            out_BHTD = cache.attend(
+                qk_BHTD,
+                v_BHTD,
+                buckets_BHRT,
+                attention_mask,
+                hashing=(rounds, seed),
+                num_buckets=self.num_buckets,
+                **past_reach(self.reach),
+            )
+        elif output_attentions:
             weights_BHTT = lsh_attention_weights(qk_BHTD, buckets_BHRT, attention_mask=attention_mask, **self.reach)
             out_BHTD = nn.functional.dropout(weights_BHTT, dropout) @ v_BHTD
         else:

@@ -44,6 +44,9 @@ _PROBABILITIES = (
     "classifier_dropout",
 )
 
+# The cache layers of hf_longmem.models.cache register themselves with transformers under these names.
+CACHE_LAYER_TYPES = {"lsh": "reformer_lsh_attention", "local": "reformer_local_attention"}
+
 
 @strict
 class ReformerLSHConfig(PreTrainedConfig):
@@ -208,6 +211,14 @@ class ReformerLSHConfig(PreTrainedConfig):
             self.axial_pos_shape = tuple(self.axial_pos_shape)
         if self.axial_pos_embds_dim is not None:
             self.axial_pos_embds_dim = tuple(self.axial_pos_embds_dim)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Kind of each layer's cache, by which `DynamicCache(config=config)` chooses its layers."""
+        return [CACHE_LAYER_TYPES[kind] for kind in self.attn_layers]
+
+    def validate_layer_type(self) -> None:
+        """Nothing to check: transformers' list of layer types is closed, and ours follow from ``attn_layers``."""
 
     def _check_sizes(self) -> None:
         for names, smallest in ((_COUNTS, 1), (_COUNTS_FROM_ZERO, 0)):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_longmem.ops._no_backward import no_backward
 from hf_longmem.ops.local.window import Rule, local_attention
 
 # New tokens attended at once against the window and each other.
@@ -53,7 +54,6 @@ def empty_state(k_BHTD: Tensor, *, rule: Rule, chunk_length: int, chunks_before:
     )
 
 
-@torch.no_grad()
 def extend(
     state: LocalState,
     q_BHTD: Tensor,
@@ -74,8 +74,8 @@ def extend(
 
     Returns:
         ``out_BHTD`` and the state after the T tokens. The outputs of real tokens are those of one call over everything.
+        Gradients reach the first call's tensors; a backward pass through a later call raises.
     """
-    tokens = q_BHTD.shape[2]
     if state.length == 0:
         out_BHTD = local_attention(
             q_BHTD,
@@ -86,23 +86,16 @@ def extend(
             chunks_before=chunks_before,
             attention_mask=attention_mask,
         )
-        return out_BHTD, _shift(state, k_BHTD, v_BHTD, attention_mask)
+        return out_BHTD, _shift(state, k_BHTD.detach(), v_BHTD.detach(), attention_mask)
     outs = []
-    for start in range(0, tokens, PIECE):
-        part = slice(start, start + PIECE)
-        real_BT = None if attention_mask is None else attention_mask[:, part]
-        out, state = _piece(
-            state,
-            q_BHTD[:, :, part],
-            k_BHTD[:, :, part],
-            v_BHTD[:, :, part],
-            real_BT,
-            rule,
-            chunk_length,
-            chunks_before,
-        )
-        outs.append(out)
-    return torch.cat(outs, dim=2), state
+    with torch.no_grad():
+        for start in range(0, q_BHTD.shape[2], PIECE):
+            part = slice(start, start + PIECE)
+            real_BT = None if attention_mask is None else attention_mask[:, part]
+            q, k, v = (x.detach()[:, :, part] for x in (q_BHTD, k_BHTD, v_BHTD))
+            out, state = _piece(state, q, k, v, real_BT, rule, chunk_length, chunks_before)
+            outs.append(out)
+    return no_backward(torch.cat(outs, dim=2), q_BHTD), state
 
 
 def _piece(

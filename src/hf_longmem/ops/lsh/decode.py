@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_longmem.ops._no_backward import no_backward
 from hf_longmem.ops.lsh.attend import lsh_attention
 from hf_longmem.ops.lsh.hashing import bucket_factors
 from hf_longmem.ops.lsh.naive import unit_keys
@@ -67,7 +68,6 @@ def empty_state(qk_BHTD: Tensor, num_hashes: int, num_buckets: int | Sequence[in
     )
 
 
-@torch.no_grad()
 def extend(
     state: LSHState,
     qk_BHTD: Tensor,
@@ -92,42 +92,50 @@ def extend(
         attention_mask: bool ``[B, T]`` over the new tokens; padding is not remembered, and gets its own value.
 
     Returns:
-        ``out_BHTD`` and the state after the T tokens.
+        ``out_BHTD`` and the state after the T tokens. Gradients reach the first call's tensors; a backward pass through
+        a later call raises, because the past is kept without its graph.
     """
     real_BT = attention_mask
-    new_B = state.seen_B.new_full(state.seen_B.shape, qk_BHTD.shape[2]) if real_BT is None else real_BT.sum(1)
-    place_BT = _places(state, qk_BHTD.shape[2], real_BT)
-    window = chunk_length * chunks_before
-    reach: dict[str, Any] = {"chunk_length": chunk_length, "chunks_before": chunks_before, "candidates": candidates, "merge": merge}
-    fresh = state.length == 0
-    state = _remember(state, qk_BHTD, v_BHTD, buckets_BHRT, place_BT)
-    if candidates == "bucket" and not fresh and qk_BHTD.shape[2] <= STEPWISE:
-        outs = []
-        for t in range(qk_BHTD.shape[2]):
-            now = slice(t, t + 1)
-            real_B = None if real_BT is None else real_BT[:, t]
-            outs.append(
-                _step(
-                    state,
-                    qk_BHTD[:, :, now],
-                    v_BHTD[:, :, now],
-                    buckets_BHRT[..., t],
-                    place_BT[:, t],
-                    real_B,
-                    window,
-                    merge,
-                )
-            )
-        out_BHTD = torch.cat(outs, dim=2)
-        return out_BHTD, dataclasses.replace(state, seen_B=state.seen_B + new_B)
-    state = dataclasses.replace(state, seen_B=state.seen_B + new_B)
-    if fresh:
+    tokens, window = qk_BHTD.shape[2], chunk_length * chunks_before
+    reach: dict[str, Any] = {
+        "chunk_length": chunk_length,
+        "chunks_before": chunks_before,
+        "candidates": candidates,
+        "merge": merge,
+    }
+    if state.length == 0:
         out_BHTD = lsh_attention(qk_BHTD, v_BHTD, buckets_BHRT, attention_mask=real_BT, **reach)
-    else:
-        out_BHTD = _attend_with_past(state, v_BHTD, place_BT, real_BT, reach)
-    if candidates == "bucket":
-        _fill_rings(state, window)
-    return out_BHTD, state
+    with torch.no_grad():
+        fresh = state.length == 0
+        qk, v = qk_BHTD.detach(), v_BHTD.detach()
+        new_B = state.seen_B.new_full(state.seen_B.shape, tokens) if real_BT is None else real_BT.sum(1)
+        place_BT = _places(state, tokens, real_BT)
+        state = _remember(state, qk, v, buckets_BHRT, place_BT)
+        if fresh or candidates == "chunk" or tokens > STEPWISE:
+            state = dataclasses.replace(state, seen_B=state.seen_B + new_B)
+            if not fresh:
+                out_BHTD = _attend_with_past(state, v, place_BT, real_BT, reach)
+            if candidates == "bucket":
+                _fill_rings(state, window)
+        else:
+            out_BHTD = torch.cat(
+                [
+                    _step(
+                        state,
+                        qk[:, :, t : t + 1],
+                        v[:, :, t : t + 1],
+                        buckets_BHRT[..., t],
+                        place_BT[:, t],
+                        None if real_BT is None else real_BT[:, t],
+                        window,
+                        merge,
+                    )
+                    for t in range(tokens)
+                ],
+                dim=2,
+            )
+            state = dataclasses.replace(state, seen_B=state.seen_B + new_B)
+    return out_BHTD if fresh else no_backward(out_BHTD, qk_BHTD), state
 
 
 def _places(state: LSHState, tokens: int, real_BT: Tensor | None) -> Tensor:
