@@ -4,24 +4,48 @@
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_longmem._version import __version__
 from hf_longmem.models.auto import register
+from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 
-_MODULES = {
-    "ReformerLSHConfig": "hf_longmem.models.reformer_lsh",
-    "ReformerLSHForCausalLM": "hf_longmem.models.reformer_lsh",
-    "ReformerLSHModel": "hf_longmem.models.reformer_lsh",
+if TYPE_CHECKING:
+    from hf_longmem.models.reformer_lsh.modeling_reformer_lsh import ReformerLSHForCausalLM, ReformerLSHModel
+    from hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads import (
+        ReformerLSHForMaskedLM,
+        ReformerLSHForQuestionAnswering,
+        ReformerLSHForSequenceClassification,
+        ReformerLSHForTokenClassification,
+    )
+
+__all__ = [
+    "ReformerLSHConfig",
+    "ReformerLSHForCausalLM",
+    "ReformerLSHForMaskedLM",
+    "ReformerLSHForQuestionAnswering",
+    "ReformerLSHForSequenceClassification",
+    "ReformerLSHForTokenClassification",
+    "ReformerLSHModel",
+    "__version__",
+]
+
+_HEAVY = {
+    "hf_longmem.models.reformer_lsh.modeling_reformer_lsh": {"ReformerLSHForCausalLM", "ReformerLSHModel"},
+    "hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads": {
+        "ReformerLSHForMaskedLM",
+        "ReformerLSHForQuestionAnswering",
+        "ReformerLSHForSequenceClassification",
+        "ReformerLSHForTokenClassification",
+    },
 }
-
-__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    for module, names in _HEAVY.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

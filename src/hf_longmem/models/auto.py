@@ -11,11 +11,16 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 
-_REFORMER = "hf_longmem.models.reformer_lsh"
+_REFORMER = "hf_longmem.models.reformer_lsh.modeling_reformer_lsh"
+_REFORMER_HEADS = "hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads"
 _MODELS: dict[type[PreTrainedConfig], dict[str, tuple[str, str]]] = {
     ReformerLSHConfig: {
         "AutoModel": (_REFORMER, "ReformerLSHModel"),
         "AutoModelForCausalLM": (_REFORMER, "ReformerLSHForCausalLM"),
+        "AutoModelForMaskedLM": (_REFORMER_HEADS, "ReformerLSHForMaskedLM"),
+        "AutoModelForQuestionAnswering": (_REFORMER_HEADS, "ReformerLSHForQuestionAnswering"),
+        "AutoModelForSequenceClassification": (_REFORMER_HEADS, "ReformerLSHForSequenceClassification"),
+        "AutoModelForTokenClassification": (_REFORMER_HEADS, "ReformerLSHForTokenClassification"),
     },
 }
 

@@ -160,6 +160,19 @@ def test_checkpointing_gives_the_same_gradients(causal_lm: Make, tokens: Make, u
         torch.testing.assert_close(ours, plain, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_each_layer_runs_twice_in_a_training_step(causal_lm: Make, tokens: Make, checkpointing: bool) -> None:
+    model = causal_lm().train()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    runs: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, index=index: runs.append(index))
+    ids = tokens(2, 40)
+    model(ids, labels=ids).loss.backward()
+    assert runs == [0, 1, 2, 2, 1, 0]
+
+
 @pytest.mark.parametrize("chunk_size", [0, 1, 7, 50])
 def test_the_chunked_loss_equals_cross_entropy_of_the_logits(causal_lm: Make, tokens: Make, chunk_size: int) -> None:
     model = (

@@ -35,6 +35,21 @@ def test_state_dict_names_are_the_published_ones(causal_lm: Make) -> None:
     assert names == local | lsh | shared | top | axial
 
 
+@pytest.mark.parametrize("merge", ["mean", "concat"])
+def test_the_model_is_the_papers_equations_around_its_layers(causal_lm: Make, tokens: Make, merge: str) -> None:
+    model = causal_lm(stream_merge=merge)
+    ids = tokens(2, 40)
+    inner = model.model
+    x1 = x2 = inner.embed_tokens(ids) + inner.position_embeddings(torch.arange(40)[None])
+    for layer in inner.layers:
+        x1 = x1 + layer.self_attn(layer.input_layernorm(x2))[0]
+        x2 = x2 + layer.mlp(layer.post_attention_layernorm(x1))
+    merged = (x1 + x2) / 2 if merge == "mean" else torch.cat((x1, x2), dim=-1)
+    outputs = inner(ids, output_hidden_states=True)
+    close(outputs.last_hidden_state, inner.norm(merged))
+    close(model(ids).logits, model.lm_head(inner.norm(merged)))
+
+
 @pytest.mark.parametrize(
     "kind",
     [

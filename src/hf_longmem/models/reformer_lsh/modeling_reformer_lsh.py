@@ -21,9 +21,9 @@ from hf_longmem.layers.local_attention import LocalAttention
 from hf_longmem.layers.lsh_attention import LSHAttention
 from hf_longmem.layers.positions import AxialPositionEmbeddings, AxialTables, rotary_angles
 from hf_longmem.layers.token_loss import head_cross_entropy
-from hf_longmem.models.loading import CheckedLoading
 from hf_longmem.models.padding import compact_padding
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
+from hf_longmem.models.reformer_lsh.resizing import ResizablePositions
 from hf_longmem.ops.reversible import ReversibleTape, reversible_block
 
 
@@ -103,7 +103,7 @@ def _normalise(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     return norm(x.to(norm.weight.dtype))
 
 
-class ReformerLSHPreTrainedModel(CheckedLoading):
+class ReformerLSHPreTrainedModel(ResizablePositions):
     """Weight initialisation, loading, and what transformers needs to know of the family."""
 
     config: ReformerLSHConfig
@@ -321,7 +321,7 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
             shift_labels = kwargs.get("shift_labels")
             if shift_labels is None:
                 shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-            loss = _token_loss(self, hidden_states, shift_labels, kwargs)
+            loss = token_loss(self, hidden_states, shift_labels, kwargs)
         if labels is None or not self.training:
             logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
         return CausalLMOutputWithPast(
@@ -333,7 +333,8 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
         )
 
 
-def _token_loss(model: Any, hidden_states: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def token_loss(model: Any, hidden_states: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Cross entropy of ``model.lm_head`` over labels that are already shifted, as a forward's ``kwargs`` ask for it."""
     return head_cross_entropy(
         model.lm_head,
         hidden_states,
