@@ -147,6 +147,7 @@ class ReformerLSHConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_sizes()
         self._resolve()
+        self._check_layers()
         super().__post_init__(**kwargs)
         # Strict dataclasses wrap what a validator raises; raised from here it reaches the caller as ValueError.
         self.validate_architecture()
