@@ -96,7 +96,7 @@ def train(
             learning_rate=1e-3,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=arguments.warmup,
-            logging_steps=LEARNED_STEPS,
+            logging_steps=min(LEARNED_STEPS, arguments.steps),
             save_strategy="no",
             disable_tqdm=True,
             log_level="error",
