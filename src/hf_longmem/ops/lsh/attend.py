@@ -16,7 +16,7 @@ from hf_longmem._errors import complaint
 from hf_longmem.ops._blocks import LONELY, attend_blocks, attend_blocks_backward
 from hf_longmem.ops.lsh.layout import BucketLayout, ChunkLayout, Layout, Tile
 from hf_longmem.ops.lsh.naive import KEY_NORM_EPSILON
-from hf_longmem.ops.lsh.sorting import Candidates, Merge, sort_by_bucket
+from hf_longmem.ops.lsh.sorting import Candidates, Merge, pad_tokens, sort_by_bucket
 
 
 def lsh_attention(
@@ -30,6 +30,8 @@ def lsh_attention(
     causal: bool = True,
     candidates: Candidates = "bucket",
     merge: Merge = "union",
+    pad_beyond: int = 0,
+    pad_to_multiple_of: int = 1,
     attention_mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -53,6 +55,9 @@ def lsh_attention(
         candidates: ``"bucket"`` or ``"chunk"``.
         merge: ``"union"`` counts a key once however many rounds offer it; ``"sum"`` once per offer. Under ``"chunk"``
             with ``"sum"`` chunks wrap round from one hash round to the next, as in transformers.
+        pad_beyond, pad_to_multiple_of: attend as if an input of more than ``pad_beyond`` tokens were padded to a multiple
+            of ``pad_to_multiple_of``. Padding is never seen, but lengthens the ring of chunks of ``"chunk"`` with
+            ``"sum"``: transformers pads to a common multiple of the chunk lengths of all its layers.
         attention_mask: ``[B, T]``, true (or 1) where a token is real; None when all are.
         dropout: probability of dropping an attention weight. The seed is drawn from torch's default CPU generator.
 
@@ -78,6 +83,14 @@ def lsh_attention(
         raise ValueError(complaint("causal attention looks at no chunk after", chunks_after, "use chunks_after=0"))
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(complaint("dropout must lie in [0, 1]", dropout, "give a probability"))
+    if pad_beyond < 0 or pad_to_multiple_of < 1:
+        rule = "pad_beyond must be at least 0, pad_to_multiple_of at least 1"
+        raise ValueError(complaint(rule, f"{pad_beyond} and {pad_to_multiple_of}", "leave both out"))
+    length = qk_BHTD.shape[2]
+    padding = -length % pad_to_multiple_of if length > pad_beyond else 0
+    if padding:
+        v_BHTD = torch.nn.functional.pad(v_BHTD, (0, 0, 0, padding))
+        qk_BHTD, buckets_BHRT, attention_mask = pad_tokens(qk_BHTD, buckets_BHRT, attention_mask, padding)
     # A CPU tensor, so that neither the device waits nor a traced graph breaks; advancing the default generator makes
     # torch.manual_seed reproduce a run.
     seed = torch.randint(2**62, ()) if dropout > 0.0 else None
@@ -96,7 +109,7 @@ def lsh_attention(
         merge,
         dropout,
     )
-    return out
+    return out[:, :, :length]
 
 
 def _check(

@@ -78,6 +78,8 @@ def extend(
     chunks_before: int = 1,
     candidates: Candidates = "bucket",
     merge: Merge = "union",
+    pad_beyond: int = 0,
+    pad_to_multiple_of: int = 1,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, LSHState]:
     """Attend to the past and to each other with T more tokens: causal :func:`lsh_attention`, continued.
@@ -88,7 +90,8 @@ def extend(
 
     Args:
         state: from :func:`empty_state` or the last call. Its memory is reused: go on with the returned state only.
-        qk_BHTD, v_BHTD, buckets_BHRT, chunk_length, chunks_before, candidates, merge: as in :func:`lsh_attention`.
+        qk_BHTD, v_BHTD, buckets_BHRT, chunk_length, chunks_before, candidates, merge, pad_beyond, pad_to_multiple_of:
+            as in :func:`lsh_attention`.
         attention_mask: bool ``[B, T]`` over the new tokens; padding is not remembered, and gets its own value.
 
     Returns:
@@ -102,6 +105,8 @@ def extend(
         "chunks_before": chunks_before,
         "candidates": candidates,
         "merge": merge,
+        "pad_beyond": pad_beyond,
+        "pad_to_multiple_of": pad_to_multiple_of,
     }
     if state.length == 0:
         out_BHTD = lsh_attention(qk_BHTD, v_BHTD, buckets_BHRT, attention_mask=real_BT, **reach)

@@ -142,7 +142,7 @@ def hash_vectors(qk_BHTD: Tensor, rotations_HDRF: Tensor, num_buckets: int | Seq
     widths = [factor // 2 for factor in factors]
     buckets_BHRT = torch.zeros(batch, heads, rounds, length, dtype=torch.int32, device=qk_BHTD.device)
     # Pieces of T keep the rotated vectors, and the passes over them, in cache.
-    piece = max(1, HASHED_AT_ONCE // (batch * heads * rounds * sum(widths)))
+    piece = max(1, HASHED_AT_ONCE // max(1, batch * heads * rounds * sum(widths)))
     with torch.autocast(qk_BHTD.device.type, enabled=False):
         rotations_HXD = rotations_HDRF.to(dtype).flatten(2).transpose(1, 2)
         for start in range(0, length, piece):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_longmem.ops.lsh.sorting import Candidates, Merge, sort_by_bucket
+from hf_longmem.ops.lsh.sorting import Candidates, Merge, pad_tokens, sort_by_bucket
 
 KEY_NORM_EPSILON = 1e-6
 
@@ -83,6 +83,8 @@ def lsh_attention_weights(
     causal: bool = True,
     candidates: Candidates = "bucket",
     merge: Merge = "union",
+    pad_beyond: int = 0,
+    pad_to_multiple_of: int = 1,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """Dense attention weights ``softmax_j(q_i . k_j + log n_ij)``, each row summing to 1.
@@ -93,14 +95,18 @@ def lsh_attention_weights(
     Args:
         qk_BHTD: shared queries and keys ``[B, H, T, D]``, floating.
         buckets_BHRT: bucket of each token in each round ``[B, H, R, T]``, integer.
-        chunk_length, chunks_before, chunks_after, causal, candidates, merge, attention_mask: as in
-            :func:`hf_longmem.ops.lsh.lsh_attention`.
+        chunk_length, chunks_before, chunks_after, causal, candidates, merge, pad_beyond, pad_to_multiple_of,
+            attention_mask: as in :func:`hf_longmem.ops.lsh.lsh_attention`.
 
     Returns:
         ``[B, H, T, T]``.
 
     Source: Kitaev et al. 2020, equations 2 to 6.
     """
+    length = qk_BHTD.shape[2]
+    if length > pad_beyond and length % pad_to_multiple_of:
+        padding = -length % pad_to_multiple_of
+        qk_BHTD, buckets_BHRT, attention_mask = pad_tokens(qk_BHTD, buckets_BHRT, attention_mask, padding)
     counts_BHRTT = candidate_counts(
         buckets_BHRT,
         chunk_length=chunk_length,
@@ -119,7 +125,7 @@ def lsh_attention_weights(
     itself_TT = torch.eye(qk_BHTD.shape[2], dtype=torch.bool, device=qk_BHTD.device)
     offers_BHTT = torch.where(alone_BHT1 & itself_TT, 1, offers_BHTT)
     log_offers_BHTT = torch.log(offers_BHTT.to(scores_BHTT.dtype))
-    return torch.softmax(scores_BHTT + log_offers_BHTT, dim=-1)
+    return torch.softmax(scores_BHTT + log_offers_BHTT, dim=-1)[..., :length, :length]
 
 
 def lsh_attention(
@@ -133,6 +139,8 @@ def lsh_attention(
     causal: bool = True,
     candidates: Candidates = "bucket",
     merge: Merge = "union",
+    pad_beyond: int = 0,
+    pad_to_multiple_of: int = 1,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """Output of the dense weights of :func:`lsh_attention_weights`: ``o_i = sum_j w_ij v_j``, ``[B, H, T, D]``."""
@@ -145,6 +153,8 @@ def lsh_attention(
         causal=causal,
         candidates=candidates,
         merge=merge,
+        pad_beyond=pad_beyond,
+        pad_to_multiple_of=pad_to_multiple_of,
         attention_mask=attention_mask,
     )
     return weights_BHTT @ v_BHTD

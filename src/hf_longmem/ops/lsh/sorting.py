@@ -33,3 +33,17 @@ def sort_by_bucket(buckets_BHRT: Tensor, attention_mask: Tensor | None = None) -
         last = torch.iinfo(torch.int64).max - length
         keys_BHRT = torch.where(attention_mask.bool()[:, None, None, :], keys_BHRT, last + position_T)
     return torch.sort(keys_BHRT, dim=-1).indices
+
+
+def pad_tokens(
+    x_BHTD: Tensor, buckets_BHRT: Tensor, attention_mask: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append ``count`` tokens of padding to vectors and buckets, and to the mask, which is made where there is none."""
+    if attention_mask is None:
+        attention_mask = torch.ones(x_BHTD.shape[0], x_BHTD.shape[2], dtype=torch.bool, device=x_BHTD.device)
+    x_BHTD = torch.nn.functional.pad(x_BHTD, (0, 0, 0, count))
+    return (
+        x_BHTD,
+        torch.nn.functional.pad(buckets_BHRT, (0, count)),
+        torch.nn.functional.pad(attention_mask, (0, count)),
+    )
