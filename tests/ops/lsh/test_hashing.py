@@ -38,6 +38,12 @@ def test_hash_of_zero_vectors_is_the_first_bucket():
     assert not hash_vectors(torch.zeros(1, 2, 5, 8), rotations, 8).any()
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 2, 0, 8)])
+def test_hash_of_nothing_is_nothing(shape):
+    rotations = draw_rotations(**SIZES, num_buckets=4)
+    assert hash_vectors(torch.zeros(shape), rotations, 4).shape == (shape[0], 2, 3, shape[2])
+
+
 def test_hash_in_pieces_equals_hash_at_once(monkeypatch):
     qk = torch.randn(1, 2, 100, 8)
     rotations = draw_rotations(**SIZES, num_buckets=[4, 6])

@@ -299,6 +299,15 @@ def test_half_inputs_come_back_in_their_dtype_close_to_float32(dtype):
     torch.testing.assert_close(out.float(), exact, atol=8 * precision, rtol=4 * precision)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_reach_inside(dtype):
+    qk, v, buckets = draw(70, dtype=torch.float32)
+    expected = lsh_attention(qk, v, buckets, chunk_length=16)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(lsh_attention(qk, v, buckets, chunk_length=16), expected)
+        lsh_attention(qk.requires_grad_(), v, buckets, chunk_length=16).sum().backward()
+
+
 def test_operator_is_traceable():
     qk, v, buckets = draw(40, dtype=torch.float32)
     mask = padding("right", 2, 40)

@@ -95,21 +95,23 @@ def lsh_attention(
     # torch.manual_seed reproduce a run.
     seed = torch.randint(2**62, ()) if dropout > 0.0 else None
     v_BHTD = v_BHTD.to(qk_BHTD.dtype)
-    out, *_ = _attend(
-        qk_BHTD,
-        v_BHTD,
-        buckets_BHRT,
-        attention_mask,
-        seed,
-        chunk_length,
-        chunks_before,
-        chunks_after,
-        causal,
-        candidates,
-        merge,
-        dropout,
-    )
-    return out[:, :, :length]
+    # Autocast would lower the precision of sums that the operator keeps in float32.
+    with torch.autocast(qk_BHTD.device.type, enabled=False):
+        out, *_ = _attend(
+            qk_BHTD,
+            v_BHTD,
+            buckets_BHRT,
+            attention_mask,
+            seed,
+            chunk_length,
+            chunks_before,
+            chunks_after,
+            causal,
+            candidates,
+            merge,
+            dropout,
+        )
+    return out[:, :, :length] if padding else out
 
 
 def _check(
