@@ -40,8 +40,10 @@ class ResizablePositions(CheckedLoading):
         hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         saved, _ = ReformerLSHConfig.get_config_dict(source, **hub_arguments)
         if not isinstance(config, PreTrainedConfig):
+            # The dtype is for the weights: a config would take "auto" for the name of one.
+            dtypes = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
             config, kwargs = ReformerLSHConfig.from_pretrained(config or source, return_unused_kwargs=True, **kwargs)
-            kwargs |= hub_arguments
+            kwargs |= hub_arguments | dtypes
         if saved.get("model_type") != config.model_type or _positions(saved) in (None, _positions(config.to_dict())):
             return load(source, *args, config=config, **kwargs)
         like_saved = copy.deepcopy(config)
@@ -58,6 +60,10 @@ class ResizablePositions(CheckedLoading):
         model.resize_position_embeddings(config.num_positions)
         model.config.max_position_embeddings = config.max_position_embeddings
         return loaded
+
+    def get_position_embeddings(self) -> nn.Module | None:
+        """Return the module that holds the position tables; rotary models have none."""
+        return self.base_model.position_embeddings
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Keep the first rows of the position table and cut or initialise the others; rotary models have no table.
