@@ -61,7 +61,7 @@ class ResizablePositions(CheckedLoading):
         model.config.max_position_embeddings = config.max_position_embeddings
         return loaded
 
-    def get_position_embeddings(self) -> nn.Module | None:
+    def get_position_embeddings(self) -> Any:
         """Return the module that holds the position tables; rotary models have none."""
         return self.base_model.position_embeddings
 
