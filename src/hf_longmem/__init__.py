@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_longmem._version import __version__
 from hf_longmem.models.auto import register
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
+from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
 
 if TYPE_CHECKING:
     from hf_longmem.models.reformer_lsh.modeling_reformer_lsh import ReformerLSHForCausalLM, ReformerLSHModel
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ReformerLSHByteTokenizer",
     "ReformerLSHConfig",
     "ReformerLSHForCausalLM",
     "ReformerLSHForMaskedLM",

@@ -26,7 +26,7 @@ class LSHAttention(nn.Module):
         layer_idx: index of the layer, so that layers of one seed hash differently.
         num_hashes, num_buckets: R, and K or its even factors.
         hash_seed: seed of evaluation's rotations, from 0 to 2^63 - 1.
-        chunk_length, chunks_before, chunks_after, causal, candidates, merge: as in
+        chunk_length, chunks_before, chunks_after, causal, candidates, merge, pad_beyond, pad_to_multiple_of: as in
             :func:`hf_longmem.ops.lsh.lsh_attention`.
         dropout: of the attention weights.
 
@@ -49,6 +49,8 @@ class LSHAttention(nn.Module):
         causal: bool = True,
         candidates: Candidates = "bucket",
         merge: Merge = "union",
+        pad_beyond: int = 0,
+        pad_to_multiple_of: int = 1,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -66,6 +68,8 @@ class LSHAttention(nn.Module):
             "causal": causal,
             "candidates": candidates,
             "merge": merge,
+            "pad_beyond": pad_beyond,
+            "pad_to_multiple_of": pad_to_multiple_of,
         }
         self.qk_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)

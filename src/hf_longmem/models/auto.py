@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
 
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
+from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
 
 _REFORMER = "hf_longmem.models.reformer_lsh.modeling_reformer_lsh"
 _REFORMER_HEADS = "hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads"
@@ -23,6 +24,13 @@ _MODELS: dict[type[PreTrainedConfig], dict[str, tuple[str, str]]] = {
         "AutoModelForTokenClassification": (_REFORMER_HEADS, "ReformerLSHForTokenClassification"),
     },
 }
+
+
+class _NoModel(PreTrainedConfig):
+    """Stands for no model: what is registered for it is found by its name only.
+
+    Registered for a model's config, a tokenizer would silently be that of every checkpoint which lacks its own.
+    """
 
 
 class _Import(NamedTuple):
@@ -63,7 +71,7 @@ class _ImportedOnDemand(dict[type, Any]):
 
 
 def register() -> None:
-    """Make ``AutoConfig``, ``AutoModel`` and the other Auto classes know the architectures of this package."""
+    """Make the Auto classes know the architectures of this package, and ``AutoTokenizer`` its tokenizer."""
     for config_class, models in _MODELS.items():
         configuration_auto.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto_name, (module, name) in models.items():
@@ -72,3 +80,4 @@ def register() -> None:
             if not isinstance(mapping._extra_content, _ImportedOnDemand):
                 mapping._extra_content = _ImportedOnDemand(mapping._extra_content)
             auto_class.register(config_class, _Import(module, name), exist_ok=True)
+    tokenization_auto.AutoTokenizer.register(_NoModel, tokenizer_class=ReformerLSHByteTokenizer, exist_ok=True)

@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_longmem._errors import complaint
+from hf_longmem.models.reformer_lsh.reformer_checkpoints import REFORMER, config_from_reformer
 
 _INT32_MAX = 2**31 - 1
 _MAX_PARAMETERS = 10**12
@@ -17,6 +18,7 @@ _CHOICES = {
     "local_candidates": ("sliding", "chunk"),
     "position_embedding_type": ("axial", "learned", "rotary"),
     "stream_merge": ("mean", "concat"),
+    "classifier_pooling": ("first", "last", "mean"),
 }
 _COUNTS = (
     "vocab_size",
@@ -89,6 +91,10 @@ class ReformerLSHConfig(PreTrainedConfig):
         layer_norm_eps: epsilon of every LayerNorm.
         initializer_range: standard deviation with which weights are initialised.
         classifier_dropout: dropout before a classification head; default ``hidden_dropout_prob``.
+        classifier_pooling: which real token a sequence classifier reads, ``"first"`` or ``"last"``, or their
+            ``"mean"``; default the last when causal, else the mean.
+        classifier_activation: give the sequence classifier a hidden layer of width E with this activation (``"tanh"``
+            in transformers' Reformer); default none.
 
     Raises:
         ValueError: a combination that cannot work, worded as rule, value received and fix.
@@ -143,6 +149,8 @@ class ReformerLSHConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 1
     classifier_dropout: float | int | None = None
+    classifier_pooling: str | None = None
+    classifier_activation: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_sizes()
@@ -151,6 +159,16 @@ class ReformerLSHConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # Strict dataclasses wrap what a validator raises; raised from here it reaches the caller as ValueError.
         self.validate_architecture()
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a ``config.json``; that of transformers' own Reformer comes out as ours."""
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if config_dict.get("model_type") == REFORMER:
+            config_dict = config_from_reformer(config_dict)
+        return config_dict, kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -163,6 +181,8 @@ class ReformerLSHConfig(PreTrainedConfig):
         stale: set[str] = set()
         if "is_decoder" in overrides:
             stale |= {"lsh_num_chunks_after", "local_num_chunks_after"}
+            if config_dict.get("classifier_pooling") != "first":
+                stale.add("classifier_pooling")
         if "attn_layers" in overrides:
             stale.add("num_hidden_layers")
         kept = {name: value for name, value in config_dict.items() if name not in stale}
@@ -198,6 +218,8 @@ class ReformerLSHConfig(PreTrainedConfig):
             self.lsh_num_chunks_after = 0 if self.is_decoder else self.lsh_num_chunks_before
         if self.local_num_chunks_after is None:
             self.local_num_chunks_after = 0 if self.is_decoder else self.local_num_chunks_before
+        if self.classifier_pooling is None:
+            self.classifier_pooling = "last" if self.is_decoder else "mean"
         if self.num_buckets is None:
             self.num_buckets = _derive_num_buckets(self.max_position_embeddings, self.lsh_attn_chunk_length)
         elif not isinstance(self.num_buckets, int):
@@ -238,9 +260,11 @@ class ReformerLSHConfig(PreTrainedConfig):
                 raise ValueError(complaint(f"{name} must be one of {choices}", repr(value), f"use {choices[0]!r}"))
         from transformers.activations import ACT2FN  # imports kernels and hub clients: not before a config is built
 
-        if self.hidden_act not in ACT2FN:
-            rule = "hidden_act must be an activation that transformers knows"
-            raise ValueError(complaint(rule, repr(self.hidden_act), "use 'gelu' or 'relu'"))
+        for name in ("hidden_act", "classifier_activation"):
+            value = getattr(self, name)
+            if value is not None and value not in ACT2FN:
+                rule = f"{name} must be an activation that transformers knows"
+                raise ValueError(complaint(rule, repr(value), "use 'gelu' or 'relu'"))
         for name in _PROBABILITIES:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:

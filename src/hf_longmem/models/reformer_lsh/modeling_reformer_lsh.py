@@ -1,5 +1,6 @@
 """PyTorch Reformer with angular LSH attention, ``reformer_lsh``."""
 
+import math
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hf_longmem.layers.positions import AxialPositionEmbeddings, AxialTables, ro
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.padding import compact_padding
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
+from hf_longmem.models.reformer_lsh.reformer_loading import ReformerCheckpoints
 from hf_longmem.models.reformer_lsh.resizing import ResizablePositions
 from hf_longmem.ops.reversible import ReversibleTape, reversible_block
 
@@ -47,6 +49,9 @@ def _build_attention(config: ReformerLSHConfig, layer_idx: int) -> LSHAttention 
             "merge": config.round_merge,
             "dropout": config.lsh_attention_probs_dropout_prob,
         }
+        if config.lsh_candidates == "chunk" and config.round_merge == "sum" and "local" in config.attn_layers:
+            chunks = config.lsh_attn_chunk_length, config.local_attn_chunk_length
+            options |= {"pad_beyond": min(chunks), "pad_to_multiple_of": math.lcm(*chunks)}
         return LSHAttention(**sizes, **options)
     options = {
         "rule": config.local_candidates,
@@ -103,7 +108,7 @@ def _normalise(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     return norm(x.to(norm.weight.dtype))
 
 
-class ReformerLSHPreTrainedModel(ResizablePositions):
+class ReformerLSHPreTrainedModel(ResizablePositions, ReformerCheckpoints):
     """Weight initialisation, loading, and what transformers needs to know of the family."""
 
     config: ReformerLSHConfig

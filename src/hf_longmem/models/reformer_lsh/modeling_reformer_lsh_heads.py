@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
@@ -67,14 +68,19 @@ class ReformerLSHForMaskedLM(ReformerLSHPreTrainedModel):
 
 
 class ReformerLSHForSequenceClassification(ReformerLSHPreTrainedModel):
-    """The model with a class (or a number) per sequence, read from the last real token of a causal model, or from the
-    mean of the real tokens of a bidirectional one."""
+    """The model with a class (or a number) per sequence, read from its real tokens as ``classifier_pooling`` says: by
+    default from the last one of a causal model, and from the mean of a bidirectional one."""
 
     def __init__(self, config: ReformerLSHConfig) -> None:
         super().__init__(config)
         self.model = ReformerLSHModel(config)
         self.dropout = _classifier_dropout(config)
-        self.score = nn.Linear(config.last_hidden_size, config.num_labels)  # type: ignore[arg-type]
+        width = config.last_hidden_size
+        if config.classifier_activation is not None:
+            self.dense = nn.Linear(width, config.hidden_size)
+            self.act_fn = ACT2FN[config.classifier_activation]
+            width = config.hidden_size
+        self.score = nn.Linear(width, config.num_labels)  # type: ignore[arg-type]
         self.post_init()
 
     @can_return_tuple
@@ -96,6 +102,8 @@ class ReformerLSHForSequenceClassification(ReformerLSHPreTrainedModel):
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         pooled = self._pool(outputs.last_hidden_state, attention_mask)
+        if self.config.classifier_activation is not None:
+            pooled = self.act_fn(self.dense(self.dropout(pooled)))
         logits = self.score(self.dropout(pooled))
         loss = None
         if labels is not None:
@@ -108,13 +116,14 @@ class ReformerLSHForSequenceClassification(ReformerLSHPreTrainedModel):
 
     def _pool(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         if attention_mask is None:
-            return hidden_states[:, -1] if self.config.is_decoder else hidden_states.mean(1)
+            attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
         real = attention_mask.to(hidden_states.device) != 0
-        if self.config.is_decoder:
-            last = (real * torch.arange(real.shape[1], device=real.device)).argmax(-1)
-            return hidden_states.take_along_dim(last[:, None, None], 1).squeeze(1)
-        total = hidden_states.masked_fill(~real[..., None], 0).sum(1)
-        return total / real.sum(1, keepdim=True).clamp(min=1)
+        if self.config.classifier_pooling == "mean":
+            total = hidden_states.masked_fill(~real[..., None], 0).sum(1)
+            return total / real.sum(1, keepdim=True).clamp(min=1)
+        order = torch.arange(1, real.shape[1] + 1, device=real.device)
+        token = (real * (order if self.config.classifier_pooling == "last" else order.flip(0))).argmax(-1)
+        return hidden_states.take_along_dim(token[:, None, None], 1).squeeze(1)
 
     def _problem_type(self, labels: Tensor) -> str:
         # transformers would write its guess into the config, where it would outlive these labels.

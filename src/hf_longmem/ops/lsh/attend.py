@@ -55,9 +55,9 @@ def lsh_attention(
         candidates: ``"bucket"`` or ``"chunk"``.
         merge: ``"union"`` counts a key once however many rounds offer it; ``"sum"`` once per offer. Under ``"chunk"``
             with ``"sum"`` chunks wrap round from one hash round to the next, as in transformers.
-        pad_beyond, pad_to_multiple_of: attend as if an input of more than ``pad_beyond`` tokens were padded to a multiple
-            of ``pad_to_multiple_of``. Padding is never seen, but lengthens the ring of chunks of ``"chunk"`` with
-            ``"sum"``: transformers pads to a common multiple of the chunk lengths of all its layers.
+        pad_beyond, pad_to_multiple_of: attend as if an input of more than ``pad_beyond`` tokens were padded to a
+            multiple of ``pad_to_multiple_of``. Padding is never seen, but lengthens the ring of chunks of ``"chunk"``
+            with ``"sum"``: transformers pads to a common multiple of the chunk lengths of all its layers.
         attention_mask: ``[B, T]``, true (or 1) where a token is real; None when all are.
         dropout: probability of dropping an attention weight. The seed is drawn from torch's default CPU generator.
 

@@ -1,0 +1,56 @@
+"""``from_pretrained`` for checkpoints of transformers' own Reformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.reformer.configuration_reformer import ReformerConfig
+
+from hf_longmem.models.reformer_lsh.reformer_checkpoints import ARCHITECTURES, REFORMER, weights_from_reformer
+
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_READING_ARGUMENTS = (*_HUB_ARGUMENTS, "use_safetensors", "variant", "weights_only")
+
+
+class ReformerCheckpoints(PreTrainedModel):
+    """A model whose ``from_pretrained`` takes checkpoints of transformers' Reformer too."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load as transformers does; a checkpoint of its Reformer is read by its own class, and renamed."""
+        source = pretrained_model_name_or_path
+        load = super().from_pretrained
+        if source is None:
+            return load(None, *args, **kwargs)
+        hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        saved, _ = PreTrainedConfig.get_config_dict(source, **hub_arguments)
+        if saved.get("model_type") != REFORMER:
+            return load(source, *args, **kwargs)
+        reading_arguments = {name: kwargs.pop(name) for name in _READING_ARGUMENTS if name in kwargs}
+        reformer, missing = _read_reformer(source, saved, dtype=kwargs.get("dtype", "auto"), **reading_arguments)
+        weights = reformer.state_dict()
+        weights = weights_from_reformer({name: weights[name] for name in weights if name not in missing})
+        loaded = load(None, *args, state_dict=weights, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.name_or_path = model.config.name_or_path = str(source)
+        if model.can_generate() and reformer.can_generate():
+            model.generation_config = reformer.generation_config
+        return loaded
+
+
+def _read_reformer(source: Any, saved: dict[str, Any], **kwargs: Any) -> tuple[PreTrainedModel, set[str]]:
+    """A checkpoint in transformers' own class, and the weights which it lacks."""
+    from transformers.models.reformer import modeling_reformer
+
+    # Written as 0 by some, which transformers' validation does not take for a float.
+    rate = saved.get("lsh_attention_probs_dropout_prob")
+    config = ReformerConfig.from_dict(
+        saved | ({} if rate is None else {"lsh_attention_probs_dropout_prob": float(rate)})
+    )
+    names = [name for name in saved.get("architectures") or () if name in ARCHITECTURES]
+    name = names[0] if names else "ReformerModelWithLMHead" if config.is_decoder else "ReformerForMaskedLM"
+    model_class = getattr(modeling_reformer, name)
+    model, loading = model_class.from_pretrained(source, config=config, output_loading_info=True, **kwargs)
+    return model, set(loading["missing_keys"])
