@@ -13,6 +13,7 @@ from hf_longmem.cli.errors import CommandError
 # Each command is the module of the same name beside this file, with ``run(arguments)``.
 COMMANDS = {
     "train": "train a causal language model on text, evaluate, generate, save, and check what was saved",
+    "convert": "convert checkpoints of transformers' Reformer, google/reformer-* among them, to reformer_lsh and back",
 }
 
 

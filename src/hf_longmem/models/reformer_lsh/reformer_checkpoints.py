@@ -119,6 +119,14 @@ def config_from_reformer(reformer: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def reformer_architecture(reformer: Mapping[str, Any]) -> str:
+    """transformers' class for a saved ``ReformerConfig``: the one it names, or the language model of its kind."""
+    for name in reformer.get("architectures") or ():
+        if name in ARCHITECTURES:
+            return name
+    return "ReformerModelWithLMHead" if reformer.get("is_decoder") else "ReformerForMaskedLM"
+
+
 def config_to_reformer(config: PreTrainedConfig) -> ReformerConfig:
     """The inverse of :func:`config_from_reformer`.
 

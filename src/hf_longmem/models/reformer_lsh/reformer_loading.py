@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pickle import UnpicklingError
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.reformer.configuration_reformer import ReformerConfig
 
-from hf_longmem.models.reformer_lsh.reformer_checkpoints import ARCHITECTURES, REFORMER, weights_from_reformer
+from hf_longmem._errors import complaint
+from hf_longmem.models.reformer_lsh.reformer_checkpoints import (
+    REFORMER,
+    reformer_architecture,
+    weights_from_reformer,
+)
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _READING_ARGUMENTS = (*_HUB_ARGUMENTS, "use_safetensors", "variant", "weights_only")
@@ -19,7 +25,13 @@ class ReformerCheckpoints(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does; a checkpoint of its Reformer is read by its own class, and renamed."""
+        """Load as transformers does; a checkpoint of its Reformer is read by its own class, and renamed.
+
+        Raises:
+            ValueError: ``weights_only=False`` for such a checkpoint. A pickle is read by torch's restricted unpickler
+                alone, which builds tensors and runs no code.
+            OSError: a pickle that is damaged or holds anything else.
+        """
         source = pretrained_model_name_or_path
         load = super().from_pretrained
         if source is None:
@@ -28,6 +40,9 @@ class ReformerCheckpoints(PreTrainedModel):
         saved, _ = PreTrainedConfig.get_config_dict(source, **hub_arguments)
         if saved.get("model_type") != REFORMER:
             return load(source, *args, **kwargs)
+        if not kwargs.get("weights_only", True):
+            rule = "weights_only must be True for a checkpoint of transformers' Reformer"
+            raise ValueError(complaint(rule, False, "leave it out: nothing is unpickled that could run code"))
         reading_arguments = {name: kwargs.pop(name) for name in _READING_ARGUMENTS if name in kwargs}
         reformer, missing = _read_reformer(source, saved, dtype=kwargs.get("dtype", "auto"), **reading_arguments)
         weights = reformer.state_dict()
@@ -49,8 +64,10 @@ def _read_reformer(source: Any, saved: dict[str, Any], **kwargs: Any) -> tuple[P
     config = ReformerConfig.from_dict(
         saved | ({} if rate is None else {"lsh_attention_probs_dropout_prob": float(rate)})
     )
-    names = [name for name in saved.get("architectures") or () if name in ARCHITECTURES]
-    name = names[0] if names else "ReformerModelWithLMHead" if config.is_decoder else "ReformerForMaskedLM"
-    model_class = getattr(modeling_reformer, name)
-    model, loading = model_class.from_pretrained(source, config=config, output_loading_info=True, **kwargs)
+    model_class = getattr(modeling_reformer, reformer_architecture(saved))
+    try:
+        model, loading = model_class.from_pretrained(source, config=config, output_loading_info=True, **kwargs)
+    except UnpicklingError as error:
+        rule = f"the weights of {str(source)!r} must be whole, and tensors only"
+        raise OSError(complaint(rule, "a pickle that is not", "get a checkpoint in safetensors")) from error
     return model, set(loading["missing_keys"])

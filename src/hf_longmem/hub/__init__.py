@@ -1,0 +1,1 @@
+"""Checkpoints on their way to and from other people: conversion."""
