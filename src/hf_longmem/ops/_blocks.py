@@ -30,6 +30,7 @@ def attend_blocks(
     *,
     dropout: float = 0.0,
     generator: torch.Generator | None = None,
+    bias_unit: float = 1.0,
     overwrite_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``o = softmax_M(q . k + bias) v`` and the log-sum-exp of each row.
@@ -40,15 +41,17 @@ def attend_blocks(
     Args:
         q_XQD, k_XMD: queries and keys, floating, last axis contiguous; scores get no further scale.
         v_XMD: values ``[X, M, D + 1]``, the last column all ones.
-        bias_XQM: added to the scores, broadcast over X; finite (see FORBIDDEN and LONELY).
+        bias_XQM: times ``bias_unit`` added to the scores, broadcast over X; see FORBIDDEN and LONELY. It may overflow
+            to -inf if some key of each query stays finite.
         dropout: probability with which a weight is set to 0 (the others grow by ``1 / (1 - dropout)``).
         generator: source of the dropout's randomness, on the device of ``q``.
+        bias_unit: a factor for the bias that costs nothing here.
         overwrite_bias: let the scores take the place of a full-sized ``bias``, which saves a copy.
 
     Returns:
         ``out_XQD`` and ``lse_XQ``.
     """
-    scores_XQM = _scores(q_XQD, k_XMD, bias_XQM, overwrite_bias)
+    scores_XQM = _scores(q_XQD, k_XMD, bias_XQM, bias_unit, overwrite_bias)
     top_XQ1 = scores_XQM.amax(-1, keepdim=True)
     weights_XQM = scores_XQM.sub_(top_XQ1).exp2_()
     if dropout > 0.0:
@@ -72,6 +75,7 @@ def attend_blocks_backward(
     *,
     dropout: float = 0.0,
     generator: torch.Generator | None = None,
+    bias_unit: float = 1.0,
     overwrite_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, from recomputed weights ``p = exp(q . k + bias - lse)``.
@@ -82,10 +86,10 @@ def attend_blocks_backward(
         grad_out_XQD: gradient of the output.
         delta_XQ: ``sum_D(grad_out * out)`` of each query, over everything its output came from.
         q_XQD, k_XMD, v_XMD, bias_XQM: as in :func:`attend_blocks`, but ``v`` without the ones.
-        dropout, generator, overwrite_bias: as in :func:`attend_blocks`.
+        dropout, generator, bias_unit, overwrite_bias: as in :func:`attend_blocks`.
         lse_XQ: log-sum-exp of each query's scores; +inf gives the query no gradient.
     """
-    scores_XQM = _scores(q_XQD, k_XMD, bias_XQM, overwrite_bias)
+    scores_XQM = _scores(q_XQD, k_XMD, bias_XQM, bias_unit, overwrite_bias)
     weights_XQM = scores_XQM.sub_((lse_XQ * LOG2_E).unsqueeze(-1)).exp2_()
     grad_weights_XQM = torch.bmm(grad_out_XQD, v_XMD.transpose(1, 2))
     if dropout > 0.0:
@@ -100,12 +104,12 @@ def attend_blocks_backward(
     return grad_q_XQD, grad_k_XMD, grad_v_XMD
 
 
-def _scores(q_XQD: Tensor, k_XMD: Tensor, bias_XQM: Tensor, overwrite_bias: bool) -> Tensor:
-    """``log2(e) q . k + bias``; a bias is 0 or below LONELY, so the factor makes no difference to it."""
+def _scores(q_XQD: Tensor, k_XMD: Tensor, bias_XQM: Tensor, bias_unit: float, overwrite_bias: bool) -> Tensor:
+    """``log2(e) q . k + bias``; a bias is 0 or at most LONELY, so that log2(e) makes no difference to it."""
     k_XDM = k_XMD.transpose(1, 2)
     if overwrite_bias:
-        return bias_XQM.baddbmm_(q_XQD, k_XDM, alpha=LOG2_E)
-    return torch.baddbmm(bias_XQM, q_XQD, k_XDM, alpha=LOG2_E)
+        return bias_XQM.baddbmm_(q_XQD, k_XDM, beta=bias_unit, alpha=LOG2_E)
+    return torch.baddbmm(bias_XQM, q_XQD, k_XDM, beta=bias_unit, alpha=LOG2_E)
 
 
 def keep_mask(weights: Tensor, dropout: float, generator: torch.Generator | None) -> Tensor:

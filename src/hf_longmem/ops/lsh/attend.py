@@ -174,8 +174,13 @@ def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
     norm_S = qk_BHTD.new_zeros(slots + 2, dtype=exact)
     torch.linalg.vector_norm(qk_SD, dim=-1, dtype=exact, out=norm_S[:slots])
     norm_S.square_().add_(head_dim * KEY_NORM_EPSILON).sqrt_()
-    table_SX = qk_BHTD.new_zeros(slots + 2, 2 * head_dim + 1)
-    table_SX[:slots, :head_dim] = qk_SD / norm_S[:slots, None]
+    table_SX = qk_BHTD.new_empty(slots + 2, 2 * head_dim + 1)
+    table_SX[slots:] = 0.0
+    keys_SD = table_SX[:slots, :head_dim]
+    if exact == qk_BHTD.dtype:
+        torch.div(qk_SD, norm_S[:slots, None], out=keys_SD)
+    else:
+        keys_SD.copy_(qk_SD / norm_S[:slots, None])
     table_SX[:slots, head_dim:-1] = v_BHTD.reshape(slots, head_dim)
     table_SX[:, -1] = 1.0
     return table_SX, norm_S
@@ -194,10 +199,10 @@ def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | N
     return None if seed is None else torch.Generator(device).manual_seed(int(seed))
 
 
-def _through_unit_length(grad_YD: Tensor, keys_YD: Tensor, norm_Y: Tensor) -> None:
-    """Turn the gradient of keys ``k = qk / n`` into that of ``qk``, in place: ``(g - k (k . g)) / n``."""
-    along_Y1 = (grad_YD * keys_YD).sum(-1, keepdim=True)
-    grad_YD.addcmul_(keys_YD, along_Y1, value=-1.0).div_(norm_Y.unsqueeze(-1))
+def _through_unit_length(grad_SD: Tensor, keys_SD: Tensor, norm_S: Tensor) -> Tensor:
+    """The gradient of keys ``k = qk / n`` turned, in place, into that of ``qk``: ``(g - k (k . g)) / n``."""
+    along_S1 = torch.linalg.vecdot(grad_SD, keys_SD.to(grad_SD.dtype)).unsqueeze(-1)
+    return grad_SD.addcmul_(keys_SD, along_S1, value=-1.0).div_(norm_S.unsqueeze(-1))
 
 
 def attend_tiles(
@@ -245,6 +250,7 @@ def attend_tiles(
                 layout.bias(tile, exact),
                 dropout=dropout,
                 generator=generator,
+                bias_unit=layout.bias_unit,
                 overwrite_bias=True,
             )
             found_YD, lse_Y = out_XQD.flatten(0, 1), lse_XQ.flatten()
@@ -308,6 +314,7 @@ def attend_tiles_backward(
     slots = batch * heads * length
     exact = _exact_dtype(qk_BHTD)
     grads_SX = qk_BHTD.new_zeros(slots + 2, 2 * head_dim, dtype=exact)
+    grad_q_SD = qk_BHTD.new_zeros(slots + 2, head_dim, dtype=exact)
     lonely_BHT1 = lse_BHT.isinf().unsqueeze(-1)
     if slots:
         layout = _layout(
@@ -345,16 +352,16 @@ def attend_tiles_backward(
                 lse_XQ,
                 dropout=dropout,
                 generator=generator,
+                bias_unit=layout.bias_unit,
                 overwrite_bias=True,
             )
             grads_YX = keys.new_zeros(keys.shape[0], 2 * head_dim)
-            grad_qk_YD = grads_YX[:, :head_dim]
-            tile.add_keys(grad_qk_YD, grad_k_XMD)
+            tile.add_keys(grads_YX[:, :head_dim], grad_k_XMD)
             tile.add_keys(grads_YX[:, head_dim:], grad_v_XMD)
-            _through_unit_length(grad_qk_YD, keys[:, :head_dim], norm_S.index_select(0, tile.key_slots))
-            tile.query_view(grad_qk_YD).add_(grad_q_XQD)
             grads_SX.index_add_(0, tile.key_slots, grads_YX)
-    grad_qk_BHTD = grads_SX[:slots, :head_dim].view(qk_BHTD.shape)
+            grad_q_SD.index_add_(0, tile.query_slots, grad_q_XQD.flatten(0, 1))
+        grad_q_SD.add_(_through_unit_length(grads_SX[:, :head_dim], table_SX[:, :head_dim], norm_S))
+    grad_qk_BHTD = grad_q_SD[:slots].view(qk_BHTD.shape)
     grad_v_BHTD = grads_SX[:slots, head_dim:].view(qk_BHTD.shape)
     grad_v_BHTD = torch.where(lonely_BHT1, grad_v_BHTD + grad_out_BHTD.to(exact), grad_v_BHTD)
     return grad_qk_BHTD.to(qk_BHTD.dtype).contiguous(), grad_v_BHTD.to(qk_BHTD.dtype).contiguous()
