@@ -387,7 +387,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * (5 + len(ctx.settings))
-    grads = _attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+    with torch.autocast(grad_out.device.type, enabled=False):
+        grads = _attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *(None,) * (3 + len(ctx.settings)))
 
 
