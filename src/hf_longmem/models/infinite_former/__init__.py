@@ -1,0 +1,1 @@
+"""The infinity-former: short-term attention and an unbounded continuous memory."""

@@ -1,0 +1,258 @@
+"""Configuration of the infinity-former, ``infinite_former``."""
+
+from dataclasses import fields
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_longmem._errors import complaint
+from hf_longmem.ops.continuous import GaussianBasis, RegressionSpec, contraction_radius, decay_tau
+
+_INT32_MAX = 2**31 - 1
+_CHOICES = {
+    "position_embedding_type": ("rotary", "relative"),
+    "sticky_draw": ("inverse_cdf", "multinomial"),
+    "classifier_pooling": ("last", "mean"),
+}
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "attention_head_size",
+    "feed_forward_size",
+    "segment_length",
+    "num_basis",
+    "num_samples",
+    "uniform_segments",
+    "histogram_bins",
+    "bptt_segments",
+)
+_COUNTS_FROM_ZERO = ("short_term_window", "chunk_size_feed_forward", "chunk_size_lm_head")
+_PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+
+# Solving for the eigenvalues of a larger contraction would make building a config slow.
+_LARGEST_CHECKED_BASIS = 512
+
+# The cache layer of hf_longmem.models.infinite_cache registers itself with transformers under this name.
+CACHE_LAYER_TYPE = "infinite_former_memory"
+
+
+@strict
+class InfiniteFormerConfig(PreTrainedConfig):
+    r"""Everything that fixes an ``infinite_former`` model; what is left ``None`` is derived here and saved.
+
+    Args:
+        vocab_size: tokens the model knows; the default is that of ``ByT5Tokenizer``.
+        hidden_size: width E.
+        num_hidden_layers: layers.
+        num_attention_heads: heads H, of either attention.
+        attention_head_size: width D of a head; default ``hidden_size // num_attention_heads``.
+        feed_forward_size: inner width of the feed-forward part; default ``4 * hidden_size``.
+        hidden_act: its activation, a name that transformers knows.
+        hidden_dropout_prob: dropout of embeddings and branch outputs.
+        attention_probs_dropout_prob: dropout of short-term attention weights.
+        position_embedding_type: ``"rotary"``, or ``"relative"`` as in Transformer-XL; both count within the
+            short-term window, so that a document may have any length.
+        rope_theta: base of the frequencies of either.
+        segment_length: L, tokens that are written to the memory at once, counted from the document's start.
+        short_term_window: how many tokens before its segment a token attends to directly; default ``segment_length``.
+        memory_layers: indices of the layers that have a long-term memory, rising; default all, ``()`` for none.
+        num_basis: N, basis functions of a memory.
+        basis_widths: their standard deviations, in units of the memory's length.
+        memory_ridge: lambda of the regression.
+        num_samples: M, at how many points the past is sampled when it is contracted; default ``2 * num_basis``. More
+            cost nothing unless the memory is sticky.
+        memory_decay: the share tau of the line that the past keeps at each write, or ``"uniform"``, tau = n / (n + 1).
+        uniform_segments: how many segments a uniform decay holds before it becomes a fixed one; default as many as
+            there are centres, ``num_basis // len(basis_widths)``.
+        sticky_memories: sample the past where attention went, instead of evenly.
+        sticky_draw: ``"inverse_cdf"``, or ``"multinomial"`` draws, which are random in evaluation too.
+        histogram_bins: K, in how many bins attention is recorded for it.
+        memory_variance_floor: smallest sigma^2 of a reading density.
+        memory_kl_weight: weight in the loss of ``KL(N(mu, sigma^2) || N(mu, sigma_0^2))``, 0 for none.
+        memory_prior_std: sigma_0.
+        memory_gate: ``"convolution"`` weakens what is written by a learned gate; default ``None``.
+        memory_zero_init: start the memory's output projections at zero.
+        bptt_segments: gradients flow through groups of so many segments of a call. 1, the authors', stops them at
+            every segment's border; a call never back-propagates into the one before.
+        chunk_size_feed_forward: tokens the feed-forward part takes at a time, 0 for all.
+        chunk_size_lm_head: tokens whose logits exist at a time while the training loss is computed, 0 for all.
+        layer_norm_eps: epsilon of every LayerNorm.
+        initializer_range: standard deviation with which weights are initialised.
+        classifier_dropout: dropout before a classification head; default ``hidden_dropout_prob``.
+        classifier_pooling: what a sequence classifier reads, the ``"last"`` real token or the ``"mean"`` of all.
+
+    Raises:
+        ValueError: a combination that cannot work, worded as rule, value received and fix. Among them a contraction
+            that amplifies the memory without bound (checked for even samples, and up to 512 basis functions).
+
+    Example:
+        >>> config = InfiniteFormerConfig(segment_length=128, num_basis=64)
+        >>> config.short_term_window, config.num_samples, config.memory_layers
+        (128, 128, (0, 1, 2, 3, 4, 5))
+    """
+
+    model_type = "infinite_former"
+    keys_to_ignore_at_inference = ["cache", "memory", "memory_loss"]
+
+    vocab_size: int = 384
+    hidden_size: int = 256
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    attention_head_size: int | None = None
+    feed_forward_size: int | None = None
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.05
+    attention_probs_dropout_prob: float | int = 0.05
+    position_embedding_type: str = "rotary"
+    rope_theta: float | int = 10000.0
+    segment_length: int = 256
+    short_term_window: int | None = None
+    memory_layers: list[int] | tuple[int, ...] | None = None
+    num_basis: int = 256
+    basis_widths: list[float | int] | tuple[float | int, ...] = (0.01, 0.05)
+    memory_ridge: float | int = 1.0
+    num_samples: int | None = None
+    memory_decay: float | int | str = 0.75
+    uniform_segments: int | None = None
+    sticky_memories: bool = False
+    sticky_draw: str = "inverse_cdf"
+    histogram_bins: int = 128
+    memory_variance_floor: float | int = 1e-4
+    memory_kl_weight: float | int = 1e-5
+    memory_prior_std: float | int = 0.05
+    memory_gate: str | None = None
+    memory_zero_init: bool = False
+    bptt_segments: int = 1
+    chunk_size_feed_forward: int = 0
+    chunk_size_lm_head: int = 1024
+    layer_norm_eps: float | int = 1e-5
+    initializer_range: float | int = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 1
+    classifier_dropout: float | int | None = None
+    classifier_pooling: str = "last"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_sizes()
+        self._resolve()
+        super().__post_init__(**kwargs)
+        # Strict dataclasses wrap what a validator raises; raised from here it reaches the caller as ValueError.
+        self.validate_architecture()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build from a saved dictionary with overrides, which are checked like everything else.
+
+        The base class sets overrides on the finished object, past every check.
+        """
+        own_fields = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
+        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in own_fields}
+        return super().from_dict(config_dict | overrides, **kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Kind of each layer's cache, by which `DynamicCache(config=config)` chooses its layers."""
+        return [CACHE_LAYER_TYPE] * self.num_hidden_layers
+
+    def validate_layer_type(self) -> None:
+        """Nothing to check: transformers' list of layer types is closed, and ours has one kind."""
+
+    @property
+    def regression(self) -> RegressionSpec:
+        """Basis and regression of the memories, as the operators take them."""
+        basis = GaussianBasis(self.num_basis, tuple(self.basis_widths))
+        return RegressionSpec(basis, self.segment_length, self.num_samples, float(self.memory_ridge))  # type: ignore[arg-type]
+
+    @property
+    def decay(self) -> float | Literal["uniform"]:
+        """``memory_decay``, as the operators take it."""
+        return "uniform" if isinstance(self.memory_decay, str) else float(self.memory_decay)
+
+    def _resolve(self) -> None:
+        if self.attention_head_size is None:
+            if self.hidden_size % self.num_attention_heads:
+                rule = "hidden_size must be divisible by num_attention_heads when attention_head_size is not given"
+                below = max(self.hidden_size // self.num_attention_heads, 1) * self.num_attention_heads
+                received = f"{self.hidden_size} and {self.num_attention_heads}"
+                raise ValueError(complaint(rule, received, f"use hidden_size={below}"))
+            self.attention_head_size = self.hidden_size // self.num_attention_heads
+        if self.feed_forward_size is None:
+            self.feed_forward_size = 4 * self.hidden_size
+        if self.short_term_window is None:
+            self.short_term_window = self.segment_length
+        if self.memory_layers is None:
+            self.memory_layers = tuple(range(self.num_hidden_layers))
+        self.memory_layers = tuple(self.memory_layers)
+        self.basis_widths = tuple(float(width) for width in self.basis_widths)
+        if self.num_samples is None:
+            self.num_samples = 2 * self.num_basis
+        if self.uniform_segments is None:
+            self.uniform_segments = max(self.num_basis // max(len(self.basis_widths), 1), 1)
+
+    def _check_sizes(self) -> None:
+        for names, smallest in ((_COUNTS, 1), (_COUNTS_FROM_ZERO, 0)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not smallest <= value <= _INT32_MAX:
+                    fix = f"use {smallest}" if value < smallest else "use a smaller one"
+                    raise ValueError(complaint(f"{name} must be from {smallest} to {_INT32_MAX}", value, fix))
+
+    def validate_architecture(self) -> None:
+        """Check every rule that spans values; run at construction and again when the config is saved."""
+        self._check_sizes()
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(complaint(f"{name} must be one of {choices}", repr(value), f"use {choices[0]!r}"))
+        from transformers.activations import ACT2FN  # imports kernels and hub clients: not before a config is built
+
+        if self.hidden_act not in ACT2FN:
+            rule = "hidden_act must be an activation that transformers knows"
+            raise ValueError(complaint(rule, repr(self.hidden_act), "use 'gelu' or 'relu'"))
+        for name in _PROBABILITIES:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(complaint(f"{name} must be at least 0 and below 1", value, "use 0.1"))
+        for name in ("layer_norm_eps", "rope_theta", "memory_prior_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(complaint(f"{name} must be positive", getattr(self, name), "leave it at its default"))
+        for name in ("initializer_range", "memory_variance_floor", "memory_kl_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(complaint(f"{name} must not be negative", getattr(self, name), "use 0 or more"))
+        self._check_positions()
+        self._check_memory()
+
+    def _check_positions(self) -> None:
+        rotary = self.position_embedding_type == "rotary"
+        name = "attention_head_size" if rotary else "hidden_size"
+        width = getattr(self, name)
+        if width % 2:
+            rule = f"{name} must be even for {self.position_embedding_type} positions"
+            raise ValueError(complaint(rule, width, f"use {width + 1}"))
+
+    def _check_memory(self) -> None:
+        layers = tuple(self.memory_layers or ())
+        if list(layers) != sorted(set(layers)) or not all(0 <= index < self.num_hidden_layers for index in layers):
+            rule = f"memory_layers must be rising layer indices from 0 to {self.num_hidden_layers - 1}"
+            raise ValueError(complaint(rule, layers, "leave it out for all layers, or use () for none"))
+        if self.memory_gate not in (None, "convolution"):
+            rule = "memory_gate must be None or 'convolution'"
+            raise ValueError(complaint(rule, repr(self.memory_gate), "leave it out"))
+        spec = self.regression  # checks basis, widths and ridge
+        tau = decay_tau(self.decay if self.memory_decay == "uniform" else self.memory_decay, self.uniform_segments)  # type: ignore[arg-type]
+        if not layers or self.num_basis > _LARGEST_CHECKED_BASIS:
+            return
+        radius = contraction_radius(spec, tau)
+        if not radius < 1:
+            rule = "a contraction must not amplify the memory, its spectral radius must be below 1"
+            fix = "use more num_samples, wider basis_widths, a larger num_basis, or a smaller memory_decay"
+            raise ValueError(complaint(rule, f"{radius:.2f} at tau = {tau:.3g}", fix))
+
+
+__all__ = ["InfiniteFormerConfig"]
