@@ -123,11 +123,9 @@ class LSHAttention(nn.Module):
             weights_BHTT = lsh_attention_weights(qk_BHTD, buckets_BHRT, attention_mask=attention_mask, **self.reach)
             out_BHTD = nn.functional.dropout(weights_BHTT, dropout) @ v_BHTD
         else:
-            # The operator chooses the precision of its sums itself.
-            with torch.autocast(qk_BHTD.device.type, enabled=False):
-                out_BHTD = lsh_attention(
-                    qk_BHTD, v_BHTD, buckets_BHRT, attention_mask=attention_mask, dropout=dropout, **self.reach
-                )
+            out_BHTD = lsh_attention(
+                qk_BHTD, v_BHTD, buckets_BHRT, attention_mask=attention_mask, dropout=dropout, **self.reach
+            )
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2)), weights_BHTT
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:

@@ -183,9 +183,11 @@ def check_cache(cache: Cache, rows: int, *, causal: bool, output_attentions: boo
         ValueError: it has layers of another kind or none, or another number of rows than the input; the model is
             bidirectional; attention maps are asked for.
     """
-    foreign = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, RecurrentAttentionLayer)]
-    if foreign or not cache.layers:
+    layers = cache.layers if isinstance(cache, Cache) else None
+    foreign = [type(layer).__name__ for layer in layers or () if not isinstance(layer, RecurrentAttentionLayer)]
+    if foreign or not layers:
         received = f"a layer of type {foreign[0]}" if foreign else "a cache without layers"
+        received = received if layers is not None else f"a {type(cache).__name__}"
         raise ValueError(complaint("the cache must be made for this model", received, f"use {MAKE_CACHE}"))
     if not causal:
         raise ValueError(complaint("only a causal model can use a cache", "is_decoder=False", "pass cache=None"))

@@ -230,6 +230,8 @@ def test_foreign_and_misused_caches_are_refused(model):
     for cache in (DynamicCache(), DynamicCache(config=gpt2)):
         with pytest.raises(ValueError, match="the cache must be made for this model"):
             model(ids, cache=cache)
+    with pytest.raises(ValueError, match="the cache must be made for this model, got a tuple"):
+        model(ids, cache=((ids, ids),))
     cache = model(ids).cache
     with pytest.raises(ValueError, match="the batch must have the cache's 2 rows, got 1"):
         model(ids[:1, :1], cache=copy.deepcopy(cache))

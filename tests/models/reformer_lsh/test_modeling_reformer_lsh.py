@@ -243,14 +243,6 @@ def test_sampling_follows_the_seed_and_beams_score_at_least_as_well_as_greedy(ca
     assert (score(beams) > score(greedy) + 1e-4).any()
 
 
-def test_using_a_cache_is_accepted_as_a_wish_but_not_as_a_cache(causal_lm: Make, tokens: Make) -> None:
-    model = causal_lm()
-    ids = tokens(1, 10)
-    assert torch.equal(model(ids, use_cache=True).logits, model(ids, use_cache=False).logits)
-    with pytest.raises(ValueError, match="cache must be None"):
-        model(ids, past_key_values=object())
-
-
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -274,3 +266,12 @@ def test_a_bidirectional_config_is_refused_by_the_causal_head(tiny: Make) -> Non
     with pytest.raises(ValueError, match="needs a causal model, is_decoder=True, got False"):
         ReformerLSHForCausalLM(tiny(is_decoder=False))
     assert ReformerLSHModel(tiny(is_decoder=False)) is not None
+
+
+def test_an_empty_batch_gives_an_empty_result(causal_lm: Make) -> None:
+    model = causal_lm()
+    ids = torch.zeros(0, 20, dtype=torch.long)
+    assert model(ids).logits.shape == (0, 20, 60)
+    outputs = model.train()(ids, labels=ids)
+    outputs.loss.backward()
+    assert outputs.loss == 0
