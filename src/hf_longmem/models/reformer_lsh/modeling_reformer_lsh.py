@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -22,6 +22,7 @@ from hf_longmem.layers.local_attention import LocalAttention
 from hf_longmem.layers.lsh_attention import LSHAttention
 from hf_longmem.layers.positions import AxialPositionEmbeddings, AxialTables, rotary_angles
 from hf_longmem.layers.token_loss import head_cross_entropy
+from hf_longmem.models.cache import check_cache, next_positions
 from hf_longmem.models.padding import compact_padding
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.reformer_loading import ReformerCheckpoints
@@ -171,6 +172,8 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             input_ids: token ids ``[B, T]``; or else ``inputs_embeds``, ``[B, T, E]``.
             attention_mask: ``[B, T]``, 0 for padding, which may stand anywhere.
             position_ids: ``[B, T]`` or ``[1, T]``; default: how many real tokens stand before.
+            cache: `DynamicCache(config=config)`, or what an earlier call returned; the input goes on where it ended.
+            use_cache: whether to return a cache. One is made where gradients are off (`torch.no_grad()`, `generate`).
             num_hashes: hash rounds of this call instead of ``config.num_hashes``.
             hash_seed: fixes the hash rotations of this call, in training too.
 
@@ -181,8 +184,12 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             received = "both" if input_ids is not None else "neither"
             rule = "exactly one of input_ids and inputs_embeds must be given"
             raise ValueError(complaint(rule, received, "pass one"))
+        output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         if cache is not None:
-            raise ValueError(complaint("cache must be None", type(cache).__name__, "pass the whole sequence instead"))
+            rows = len(input_ids if input_ids is not None else inputs_embeds)  # type: ignore[arg-type]
+            check_cache(cache, rows, causal=self.config.is_decoder, output_attentions=output_attentions)
+        elif use_cache and self.config.is_decoder and not output_attentions and not torch.is_grad_enabled():
+            cache = DynamicCache(config=self.config)
         if num_hashes is not None and num_hashes < 1:
             raise ValueError(complaint("num_hashes must be at least 1", num_hashes, "leave it out or use 1"))
         if input_ids is not None:
@@ -192,9 +199,7 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
         if not 0 < length <= self.config.num_positions:
             rule = f"an input must have from 1 to {self.config.num_positions} tokens (max_position_embeddings)"
             raise ValueError(complaint(rule, length, "cut it, or build the model for more positions"))
-        positions: Tensor = (
-            torch.arange(length, device=embeddings.device)[None] if position_ids is None else position_ids
-        )
+        positions: Tensor = next_positions(cache, length, embeddings.device) if position_ids is None else position_ids
         _check_range("position_ids", positions, self.config.num_positions, "count positions from 0")
 
         rotary = None
@@ -206,9 +211,11 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
         hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         attention_stream = hidden_states
 
-        # Checkpointing, where the user turns it on, keeps each layer's inputs instead.
-        tape = ReversibleTape() if self.config.reversible and not self.gradient_checkpointing else None
-        for layer in self.layers:
+        # Checkpointing, where the user turns it on, keeps each layer's inputs instead; and what runs again in the
+        # backward would enter its tokens into a cache twice.
+        reversible = self.config.reversible and not self.gradient_checkpointing and cache is None
+        tape = ReversibleTape() if reversible else None
+        for layer_idx, layer in enumerate(self.layers):
             hidden_states, attention_stream = layer(
                 hidden_states,
                 attention_stream,
@@ -217,7 +224,8 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
                 tape=tape,
                 num_hashes=num_hashes,
                 hash_seed=hash_seed,
-                output_attentions=kwargs.get("output_attentions", self.config.output_attentions),
+                output_attentions=output_attentions,
+                cache=None if cache is None else cache.layers[layer_idx],
             )
 
         if self.config.stream_merge == "concat":
@@ -243,6 +251,7 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
     """The model with a language-model head: predicts each next token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _is_stateful = True
 
     def __init__(self, config: ReformerLSHConfig) -> None:
         super().__init__(config)
@@ -255,7 +264,8 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False
+        # transformers answers False for every class with "reformer" in its name.
+        return True
 
     def prepare_inputs_for_generation(
         self,
@@ -309,6 +319,9 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
         Returns:
             ``loss`` if labels are given (the mean, or the sum over ``num_items_in_batch``), ``logits`` ``[B, T, V]``.
         """
+        if use_cache and cache is None and torch.is_grad_enabled() and not self.training:
+            # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
+            cache = DynamicCache(config=self.config)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
