@@ -325,6 +325,26 @@ def test_loading_takes_the_usual_arguments(save: Save) -> None:
     assert model.generate(ids(TINY, 70), max_new_tokens=3, min_new_tokens=3).shape == (2, 73)
 
 
+def test_generation_settings_come_along(save: Save, tmp_path: Path) -> None:
+    folder, theirs = save()
+    theirs.generation_config.update(do_sample=True, top_k=7, max_length=100)
+    theirs.generation_config.save_pretrained(folder)
+    loaded = ReformerLSHForCausalLM.from_pretrained(folder).generation_config
+    from_reformer(folder, tmp_path / "ours")
+    to_reformer(tmp_path / "ours", tmp_path / "back")
+    written = [transformers.GenerationConfig.from_pretrained(tmp_path / name) for name in ("ours", "back")]
+    for settings in (loaded, *written):
+        assert (settings.do_sample, settings.top_k, settings.max_length, settings.eos_token_id) == (True, 7, 100, 2)
+
+
+def test_positions_beyond_the_grid_of_a_checkpoint_do_not_exist(save: Save) -> None:
+    folder, _ = save(max_position_embeddings=4096)
+    model = ReformerLSHForCausalLM.from_pretrained(folder)
+    assert model.config.max_position_embeddings == model.config.num_positions == 256
+    with pytest.raises(ValueError, match="from 1 to 256 tokens"):
+        model(ids(TINY, 257))
+
+
 def test_tokenizers_come_along_and_bytes_where_enwik8_has_none(save: Save, tmp_path: Path) -> None:
     folder, _ = save()
     vocab = {"<pad>": 0, "</s>": 1, "<unk>": 2, "▁": 3, "a": 4, "b": 5, "▁a": 6}
