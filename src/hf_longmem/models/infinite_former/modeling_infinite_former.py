@@ -1,0 +1,415 @@
+"""PyTorch infinity-former, ``infinite_former``."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+
+from hf_longmem._errors import complaint
+from hf_longmem.layers.continuous_attention import ContinuousAttention
+from hf_longmem.layers.feed_forward import FeedForward
+from hf_longmem.layers.short_term_attention import ShortTermAttention
+from hf_longmem.layers.token_loss import head_cross_entropy
+from hf_longmem.models.infinite_cache import InfiniteFormerCache, check_cache, keep
+from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
+from hf_longmem.models.infinite_former.outputs import InfiniteFormerCausalLMOutput, InfiniteFormerModelOutput
+from hf_longmem.models.infinite_former.segments import Step, append, plan_steps, token_order
+from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState, check_memory
+from hf_longmem.models.loading import CheckedLoading
+from hf_longmem.models.padding import compact_padding
+
+
+class InfiniteFormerLayer(GradientCheckpointingLayer):
+    """``y = x + ShortTerm(LN(x)) + LongTerm(LN(x))``, then ``y + FeedForward(LN(y))``."""
+
+    def __init__(self, config: InfiniteFormerConfig, layer_idx: int) -> None:
+        super().__init__()
+        sizes = (config.hidden_size, config.num_attention_heads, config.attention_head_size)
+        self.window: int = config.short_term_window  # type: ignore[assignment]  # resolved when the config was built
+        self.segment_length = config.segment_length
+        self.dropout = config.hidden_dropout_prob
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.self_attn = ShortTermAttention(
+            *sizes,  # type: ignore[arg-type]
+            positions=config.position_embedding_type,  # type: ignore[arg-type]
+            theta=config.rope_theta,
+            dropout=config.attention_probs_dropout_prob,
+        )
+        self.long_term_memory: ContinuousAttention | None = None
+        if layer_idx in config.memory_layers:  # type: ignore[operator]
+            self.long_term_memory = ContinuousAttention(
+                *sizes,  # type: ignore[arg-type]
+                spec=config.regression,
+                decay=config.decay,
+                uniform_segments=config.uniform_segments,
+                sticky=config.sticky_memories,
+                draw=config.sticky_draw,  # type: ignore[arg-type]
+                num_bins=config.histogram_bins,
+                variance_floor=config.memory_variance_floor,
+                prior_std=config.memory_prior_std,
+                gate=config.memory_gate == "convolution",
+                zero_init=config.memory_zero_init,
+            )
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = FeedForward(
+            config.hidden_size,
+            config.feed_forward_size,  # type: ignore[arg-type]
+            activation=ACT2FN[config.hidden_act],
+            dropout=config.hidden_dropout_prob,
+            chunk_size=config.chunk_size_feed_forward,
+        )
+
+    def empty_state(self, batch_size: int, device: torch.device) -> LayerState:
+        """Make a state that remembers nothing."""
+        weight = self.input_layernorm.weight
+        inputs_BSE = torch.zeros(batch_size, self.window, len(weight), dtype=weight.dtype, device=device)
+        memory = None
+        if self.long_term_memory is not None:
+            memory_dtype = torch.promote_types(weight.dtype, torch.float32)
+            memory = self.long_term_memory.empty(batch_size, device, memory_dtype)
+        return LayerState(inputs_BSE, None, None, memory)
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, step: Step
+    ) -> tuple[Tensor, LayerState, Tensor, Tensor]:
+        """Map ``[B, T, E]`` to the same, the state to the next one; also the regulariser's sum and number of terms."""
+        inputs = self.input_layernorm(hidden_states)
+        inputs_BSE = append(state.inputs_BSE, inputs, step.move)
+        reuse = not torch.is_grad_enabled()
+        keys, values, kept_keys, kept_values = self._keys_values(inputs, inputs_BSE, state, step, reuse)
+        attended = self.self_attn(inputs, keys, values, step.places_BT, step.first, step.mask_BTS)
+
+        memory, projection = state.memory, state.projection if reuse else None
+        divergence, terms = hidden_states.new_zeros(()), hidden_states.new_zeros(())
+        if self.long_term_memory is not None and memory is not None:
+            if step.write:
+                segment = state.inputs_BSE[:, self.window : self.window + self.segment_length]
+                memory, projection = self.long_term_memory.write(memory, segment, step.write_B), None
+            # An empty memory is read too where gradients may be asked for: none of its parameters goes without.
+            if step.holds or not reuse:
+                if projection is None:
+                    projection = self.long_term_memory.project(memory)
+                recalled, memory, divergence, terms = self.long_term_memory(inputs, projection, memory, step.real_BT)
+                attended = attended + recalled
+        hidden_states = hidden_states + nn.functional.dropout(attended, self.dropout, self.training)
+        fed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + nn.functional.dropout(fed_forward, self.dropout, self.training)
+        new_state = LayerState(inputs_BSE, kept_keys, kept_values, memory, projection if reuse else None)
+        return hidden_states, new_state, divergence, terms
+
+    def _keys_values(
+        self, inputs: Tensor, inputs_BSE: Tensor, state: LayerState, step: Step, reuse: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys and values from ``step.first`` on, and what of them is kept."""
+        if not reuse:
+            # As Transformer-XL does: the window's inputs are constants, their projections are not.
+            return *self.self_attn.keys_values(inputs_BSE[:, step.first :]), None, None
+        if state.keys_BSE is None or state.values_BSE is None:
+            keys, values = self.self_attn.keys_values(inputs_BSE)
+        else:
+            keys, values = self.self_attn.keys_values(inputs)
+            keys, values = append(state.keys_BSE, keys, step.move), append(state.values_BSE, values, step.move)
+        return keys[:, step.first :], values[:, step.first :], keys, values
+
+
+class InfiniteFormerPreTrainedModel(CheckedLoading):
+    """Weight initialisation, loading, and what transformers needs to know of the family."""
+
+    config: InfiniteFormerConfig
+    config_class = InfiniteFormerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["InfiniteFormerLayer"]
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ContinuousAttention):
+            bound = self.config.num_basis**-0.5
+            init.uniform_(module.density_heads, -bound, bound)
+            if module.zero_init:
+                init.zeros_(module.o_proj.weight)
+        if isinstance(module, ShortTermAttention) and module.positions == "relative":
+            init.zeros_(module.content_bias)
+            init.zeros_(module.position_bias)
+
+
+class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
+    """The bare model: embeddings, layers of short-term attention and long-term memory, a final norm.
+
+    Infinity-former (Martins, Marinho, Martins 2021, arXiv 2109.00301). A document may have any length and be given
+    in any pieces; padding may stand anywhere; the same input gives the same output alone or in any batch.
+    """
+
+    def __init__(self, config: InfiniteFormerConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([InfiniteFormerLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @merge_with_config_defaults
+    @compact_padding
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        memory: InfiniteFormerMemory | None = None,
+        reset_memory: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> InfiniteFormerModelOutput:
+        """Encode a batch of documents, or the next pieces of them.
+
+        Args:
+            input_ids: token ids ``[B, T]``; or else ``inputs_embeds``, ``[B, T, E]``.
+            attention_mask: ``[B, T]``, 0 for padding, which may stand anywhere.
+            position_ids: not used: tokens are counted from each document's start.
+            cache: `InfiniteFormerCache(config)`, or what an earlier call returned; the input goes on where it ended.
+            use_cache: whether to return a cache. One is made where gradients are off (`torch.no_grad()`, `generate`).
+            memory: while training, what the last call returned, to go on with its documents.
+            reset_memory: ``[B]``, rows that begin a new document; what ``cache`` or ``memory`` hold of them is
+                forgotten first.
+            output_hidden_states: also return the embeddings and every layer's output.
+
+        Raises:
+            ValueError: an empty input, both a cache and a memory, a cache or memory of another model or batch, and, on
+                the CPU, ids outside the vocabulary.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            rule = "exactly one of input_ids and inputs_embeds must be given"
+            raise ValueError(complaint(rule, "both" if input_ids is not None else "neither", "pass one"))
+        if cache is not None and memory is not None:
+            fix = "pass memory while training and cache otherwise"
+            raise ValueError(complaint("cache and memory exclude each other", "both", fix))
+        if input_ids is not None:
+            _check_ids(input_ids, self.config.vocab_size)
+        embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        rows, length = embeddings.shape[:2]
+        if length == 0:
+            raise ValueError(complaint("an input must have at least one token", 0, "leave out empty inputs"))
+        if cache is None and memory is None and use_cache and not self.training and not torch.is_grad_enabled():
+            cache = InfiniteFormerCache(self.config)
+
+        state = self._begin(cache, memory, rows, embeddings.device)
+        if reset_memory is not None:
+            state = state.reset(reset_memory)
+        counts = [length] * rows if attention_mask is None else attention_mask.sum(dim=1).tolist()
+        output_hidden_states = (
+            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
+        outputs = self._run(embeddings, state, counts, bool(output_hidden_states))
+        if cache is not None:
+            keep(cache, outputs.memory, length)  # type: ignore[arg-type]
+        keep_memory = cache is None and (memory is not None or self.training)
+        return InfiniteFormerModelOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            cache=cache,
+            memory=outputs.memory if keep_memory else None,
+            memory_loss=outputs.memory_loss,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def empty_memory(self, batch_size: int, device: torch.device | None = None) -> InfiniteFormerMemory:
+        """Make a memory of documents not yet begun."""
+        device = self.embed_tokens.weight.device if device is None else device
+        layers = tuple(layer.empty_state(batch_size, device) for layer in self.layers)  # type: ignore[operator]
+        return InfiniteFormerMemory(torch.zeros(batch_size, dtype=torch.int64, device="cpu"), layers)
+
+    def _begin(
+        self, cache: Cache | None, memory: InfiniteFormerMemory | None, rows: int, device: torch.device
+    ) -> InfiniteFormerMemory:
+        if cache is not None:
+            memory = check_cache(cache, self.config)
+        if memory is None:
+            return self.empty_memory(rows, device)
+        check_memory(memory, self.config, rows)
+        return memory.detach()
+
+    def _run(
+        self, embeddings: Tensor, state: InfiniteFormerMemory, counts: list[int], output_hidden_states: bool
+    ) -> InfiniteFormerModelOutput:
+        """The segment loop: every layer over one segment, then every layer over the next."""
+        config = self.config
+        seen: list[int] = state.seen_B.tolist()
+        width = state.layers[0].inputs_BSE.shape[1]
+        steps = list(
+            plan_steps(seen, counts, config.segment_length, config.short_term_window, width, embeddings.device)  # type: ignore[arg-type]
+        )
+        embeddings = nn.functional.dropout(embeddings, config.hidden_dropout_prob, self.training)
+        states = list(state.layers)
+        outputs: list[list[Tensor]] = []
+        total = embeddings.new_zeros((), dtype=torch.promote_types(embeddings.dtype, torch.float32))
+        terms = torch.zeros_like(total)
+        for number, step in enumerate(steps):
+            if torch.is_grad_enabled() and number % config.bptt_segments == 0:
+                states = [layer_state.map(torch.Tensor.detach) for layer_state in states]
+            hidden_states = _take(embeddings, step)
+            recorded = [hidden_states]
+            for index, layer in enumerate(self.layers):
+                hidden_states, states[index], layer_total, layer_terms = layer(hidden_states, states[index], step)
+                total, terms = total + layer_total, terms + layer_terms
+                recorded.append(hidden_states)
+            outputs.append(recorded if output_hidden_states else recorded[-1:])
+
+        order = token_order(steps, counts, embeddings.shape[1])
+        per_layer = [_join(parts, order) for parts in zip(*outputs, strict=True)]
+        last_hidden_state = self.norm(per_layer[-1])
+        kept = InfiniteFormerMemory(state.seen_B + torch.tensor(counts), tuple(states)).detach()
+        return InfiniteFormerModelOutput(
+            last_hidden_state=last_hidden_state,
+            memory=kept,
+            memory_loss=total / terms.clamp(min=1) if config.memory_layers else None,  # type: ignore[arg-type]
+            hidden_states=(*per_layer[:-1], last_hidden_state) if output_hidden_states else None,  # type: ignore[arg-type]
+        )
+
+
+def _take(embeddings: Tensor, step: Step) -> Tensor:
+    if step.tokens_BT is None:
+        return embeddings[:, step.start : step.start + step.length]
+    return embeddings.take_along_dim(step.tokens_BT[..., None], dim=1)
+
+
+def _join(parts: tuple[Tensor, ...], order: Tensor | None) -> Tensor:
+    joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+    return joined if order is None else joined.take_along_dim(order[..., None], dim=1)
+
+
+def _check_ids(ids: Tensor, limit: int) -> None:
+    # A look at the values is free on the CPU only; elsewhere it would wait for the device, and be traced in a graph.
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
+        return
+    low, high = (int(value) for value in ids.aminmax())
+    if low < 0 or high >= limit:
+        rule = f"token ids must lie in 0 .. {limit - 1}"
+        raise ValueError(complaint(rule, low if low < 0 else high, "use the model's tokenizer"))
+
+
+class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
+    """The model with a language-model head: predicts each next token."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _is_stateful = True
+
+    def __init__(self, config: InfiniteFormerConfig) -> None:
+        super().__init__(config)
+        self.model = InfiniteFormerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        memory: InfiniteFormerMemory | None = None,
+        reset_memory: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> InfiniteFormerCausalLMOutput:
+        """Predict the next token at every position.
+
+        Args:
+            labels: ``[B, T]``, as ``input_ids`` (shifted in here), -100 where nothing is to be predicted. While
+                training, the loss is computed a few tokens' logits at a time and ``logits`` is None.
+            logits_to_keep: compute logits for the last so many positions only, 0 for all.
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, memory, reset_memory: see
+                `InfiniteFormerModel`.
+
+        Returns:
+            ``loss`` if labels are given: the mean cross entropy, or its sum over ``num_items_in_batch``; while
+            training, ``memory_kl_weight * memory_loss`` more, weighted by this batch's share of the items.
+            ``logits`` ``[B, T, V]``.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            memory=memory,
+            reset_memory=reset_memory,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        loss = logits = None
+        if labels is not None:
+            shift_labels = kwargs.get("shift_labels")
+            if shift_labels is None:
+                shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+            num_items = kwargs.get("num_items_in_batch")
+            loss = head_cross_entropy(
+                self.lm_head,
+                hidden_states,
+                shift_labels,
+                chunk_size=self.config.chunk_size_lm_head,
+                num_items=num_items,
+            )
+            if self.training:
+                loss = add_memory_loss(loss, outputs.memory_loss, self.config, shift_labels, num_items)
+        if labels is None or not self.training:
+            logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
+        return InfiniteFormerCausalLMOutput(
+            loss=loss,  # type: ignore[arg-type]
+            logits=logits,
+            cache=outputs.cache,
+            memory=outputs.memory,
+            memory_loss=outputs.memory_loss,
+            hidden_states=outputs.hidden_states,
+        )
+
+
+def add_memory_loss(
+    loss: Tensor,
+    memory_loss: Tensor | None,
+    config: InfiniteFormerConfig,
+    labels: Tensor,
+    num_items: Tensor | int | None,
+) -> Tensor:
+    """Add the weighted regulariser to a loss, as a mean over the same items as that one.
+
+    Args:
+        loss: a mean over the labels that count, or their sum over ``num_items``.
+        memory_loss: the regulariser, a mean over this batch's queries.
+        config: says its weight.
+        labels: -100 where nothing counts.
+        num_items: items of all batches that make one optimizer step together.
+    """
+    if memory_loss is None or config.memory_kl_weight == 0:
+        return loss
+    weighted = config.memory_kl_weight * memory_loss
+    if num_items is not None:
+        weighted = weighted * ((labels != -100).sum() / torch.as_tensor(num_items, device=loss.device))
+    return loss + weighted.to(loss.dtype)
+
+
+__all__ = [
+    "InfiniteFormerCausalLMOutput",
+    "InfiniteFormerForCausalLM",
+    "InfiniteFormerMemory",
+    "InfiniteFormerModel",
+    "InfiniteFormerModelOutput",
+    "InfiniteFormerPreTrainedModel",
+]

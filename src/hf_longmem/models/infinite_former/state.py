@@ -1,0 +1,94 @@
+"""What an infinity-former remembers between calls: pure values, whose first axis is the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_longmem._errors import complaint
+from hf_longmem.layers.continuous_attention import MemoryProjection
+from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
+from hf_longmem.ops.continuous import MemoryState
+
+
+class LayerState(NamedTuple):
+    """What one layer remembers.
+
+    inputs_BSE: its normalised inputs in the short-term window (see ``segments.py``), the segment to be written among
+        them.
+    keys_BSE, values_BSE: their projections ``[B, S, H D]``, kept while gradients are off.
+    memory: the long-term memory, if the layer has one.
+    projection: the memory as attention heads see it, kept until the next write while gradients are off.
+    """
+
+    inputs_BSE: Tensor
+    keys_BSE: Tensor | None
+    values_BSE: Tensor | None
+    memory: MemoryState | None
+    projection: MemoryProjection | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LayerState:
+        """Put every tensor through ``change``."""
+        keys, values = (None if part is None else change(part) for part in (self.keys_BSE, self.values_BSE))
+        memory = None if self.memory is None else MemoryState(*map(change, self.memory))
+        projection = None if self.projection is None else MemoryProjection(*map(change, self.projection))
+        return LayerState(change(self.inputs_BSE), keys, values, memory, projection)
+
+
+class InfiniteFormerMemory(NamedTuple):
+    """What a model remembers of each row: give it back as ``memory`` to go on where the call ended.
+
+    seen_B: how many real tokens each row has read, int64, on the CPU.
+    layers: the layers' states.
+    """
+
+    seen_B: Tensor
+    layers: tuple[LayerState, ...]
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> InfiniteFormerMemory:
+        """Put every tensor through ``change``, which may choose, repeat or move rows."""
+        return InfiniteFormerMemory(change(self.seen_B), tuple(layer.map(change) for layer in self.layers))
+
+    def detach(self) -> InfiniteFormerMemory:
+        """Cut it from the graph that made it."""
+        return self.map_rows(lambda tensor: tensor.detach())
+
+    def reset(self, rows_B: Tensor) -> InfiniteFormerMemory:
+        """Make the chosen rows as new, bit for bit.
+
+        Args:
+            rows_B: which rows, bool or 0 and 1 ``[B]``.
+
+        Raises:
+            ValueError: not one value for each row.
+        """
+        rows = len(self.seen_B)
+        if rows_B.shape != (rows,):
+            rule = f"reset_memory must hold one bool for each of the {rows} rows"
+            raise ValueError(complaint(rule, f"shape {tuple(rows_B.shape)}", f"use a bool tensor [{rows}]"))
+        # Everything that a row which has read nothing remembers is zero.
+        return self.map_rows(lambda tensor: _zero_rows(tensor, rows_B))
+
+
+def check_memory(memory: InfiniteFormerMemory, config: InfiniteFormerConfig, rows: int) -> None:
+    """Raise a ValueError if a model of this config cannot go on with a memory and a batch of so many rows."""
+    if len(memory.seen_B) != rows:
+        rule = f"the batch must have the {len(memory.seen_B)} rows that are remembered"
+        raise ValueError(complaint(rule, rows, "start anew, or choose rows"))
+    shapes = {tuple(layer.inputs_BSE.shape[2:]) for layer in memory.layers}
+    basis = {tuple(layer.memory.coefficients_BNE.shape[1:]) for layer in memory.layers if layer.memory is not None}
+    having = tuple(index for index, layer in enumerate(memory.layers) if layer.memory is not None)
+    narrow = any(layer.inputs_BSE.shape[1] < (config.short_term_window or 0) for layer in memory.layers)
+    fits = len(memory.layers) == config.num_hidden_layers and having == config.memory_layers and not narrow
+    fits = fits and shapes == {(config.hidden_size,)} and basis <= {(config.num_basis, config.hidden_size)}
+    if not fits:
+        received = f"{len(memory.layers)} layers {shapes}, memories {basis} in layers {having}"
+        raise ValueError(complaint("what is remembered must come from a model of this config", received, "start anew"))
+
+
+def _zero_rows(tensor: Tensor, rows_B: Tensor) -> Tensor:
+    chosen = rows_B.to(tensor.device, torch.bool).view(-1, *[1] * (tensor.dim() - 1))
+    return torch.where(chosen, torch.zeros_like(tensor), tensor)

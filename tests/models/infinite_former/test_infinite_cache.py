@@ -1,0 +1,193 @@
+"""The cache: generation, choosing and moving rows, saving and loading."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_longmem.models.infinite_cache import InfiniteFormerCache
+
+Make = Callable[..., Any]
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"position_embedding_type": "relative", "sticky_memories": True, "memory_layers": (1,)},
+]
+
+
+def logits_of(model: torch.nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def read(model: Any, ids: Tensor, **kwargs: Any) -> InfiniteFormerCache:
+    cache = InfiniteFormerCache(model.config)
+    logits_of(model, ids, cache=cache, **kwargs)
+    return cache
+
+
+def generate(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    return model.generate(ids, **({"max_new_tokens": 40, "eos_token_id": None} | kwargs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_generating_with_the_cache_equals_generating_without(
+    causal_lm: Make, tokens: Make, kind: dict[str, Any], mode: dict[str, Any]
+) -> None:
+    model, ids = causal_lm(**kind), tokens(2, 27)
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        results.append(generate(model, ids, use_cache=use_cache, **mode))
+    assert torch.equal(*results)
+    assert results[0].shape == (4 if "do_sample" in mode else 2, 67)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_left_padded_prompt_generates_what_it_does_alone(causal_lm: Make, tokens: Make, kind: dict[str, Any]) -> None:
+    model, ids = causal_lm(**kind), tokens(2, 50)
+    mask = torch.ones_like(ids)
+    mask[0, :23] = 0
+    together = generate(model, ids.masked_fill(mask == 0, 0), attention_mask=mask)
+    assert torch.equal(together[0, 50:], generate(model, ids[:1, 23:])[0, 27:])
+    assert torch.equal(together[1, 50:], generate(model, ids[1:])[0, 50:])
+
+
+def test_several_turns_on_one_cache_equal_one_conversation(causal_lm: Make, tokens: Make) -> None:
+    model = causal_lm()
+    cache = InfiniteFormerCache(model.config)
+    conversation = tokens(1, 20)
+    for turn in range(3):
+        whole = generate(model, conversation, max_new_tokens=15)
+        conversation = generate(model, conversation, cache=cache, max_new_tokens=15)
+        assert torch.equal(conversation, whole)
+        conversation = torch.cat((conversation, tokens(1, 9, seed=turn)), dim=1)
+
+
+def test_a_dynamic_cache_of_transformers_works_as_well(causal_lm: Make, tokens: Make) -> None:
+    model, ids = causal_lm(), tokens(2, 60)
+    cache = DynamicCache(config=model.config)
+    logits_of(model, ids[:, :37], cache=cache)
+    close(logits_of(model, ids[:, 37:], cache=cache), logits_of(model, ids)[:, 37:])
+    assert cache.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_can_be_reordered_selected_and_repeated(causal_lm: Make, tokens: Make, kind: dict[str, Any]) -> None:
+    model, past, more = causal_lm(**kind), tokens(3, 53), tokens(3, 30, seed=5)
+    mask = torch.ones_like(past)
+    mask[1, 20:] = 0
+    cache = read(model, past, attention_mask=mask)
+    expected = logits_of(model, more, cache=copy.deepcopy(cache))
+    for change, rows in (
+        (lambda c: c.reorder(torch.tensor([2, 0, 1])), [2, 0, 1]),
+        (lambda c: c.select(torch.tensor([1])), [1]),
+        (lambda c: c.repeat(2), [0, 0, 1, 1, 2, 2]),
+        (lambda c: c.to("cpu"), [0, 1, 2]),
+    ):
+        changed = copy.deepcopy(cache)
+        change(changed)
+        close(logits_of(model, more[rows], cache=changed), expected[rows])
+
+
+def test_chosen_rows_can_be_reset(causal_lm: Make, tokens: Make) -> None:
+    model, more = causal_lm(), tokens(2, 30, seed=5)
+    cache = read(model, tokens(2, 53))
+    cache.reset(torch.tensor([False, True]))
+    assert cache.seen.tolist() == [53, 0]
+    close(logits_of(model, more, cache=cache)[1:], logits_of(model, more[1:]))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    close(logits_of(model, more, cache=cache), logits_of(model, more))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_memory_can_be_saved_and_loaded(causal_lm: Make, tokens: Make, kind: dict[str, Any], tmp_path: Path) -> None:
+    model, more = causal_lm(**kind), tokens(2, 30, seed=5)
+    cache = read(model, tokens(2, 53))
+    cache.save(tmp_path / "book.safetensors")
+    loaded = InfiniteFormerCache.load(tmp_path / "book.safetensors", model.config)
+    assert loaded.get_seq_length() == 53
+    assert torch.equal(logits_of(model, more, cache=loaded), logits_of(model, more, cache=cache))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["book.safetensors"]
+
+
+def test_a_new_process_goes_on_with_the_same_logits(causal_lm: Make, tokens: Make, tmp_path: Path) -> None:
+    model, more = causal_lm(), tokens(1, 20, seed=5)
+    model.save_pretrained(tmp_path / "model")
+    cache = read(model, tokens(1, 53))
+    cache.save(tmp_path / "book")
+    torch.save(more, tmp_path / "more")
+    code = f"""
+import torch
+from hf_longmem.models.infinite_cache import InfiniteFormerCache
+from hf_longmem.models.infinite_former.modeling_infinite_former import InfiniteFormerForCausalLM
+path = {str(tmp_path)!r}
+model = InfiniteFormerForCausalLM.from_pretrained(path + "/model").eval()
+cache = InfiniteFormerCache.load(path + "/book", model.config)
+with torch.no_grad():
+    torch.save(model(torch.load(path + "/more"), cache=cache).logits, path + "/logits")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    close(torch.load(tmp_path / "logits"), logits_of(model, more, cache=cache))
+
+
+def test_a_damaged_or_foreign_file_is_refused(causal_lm: Make, tokens: Make, tmp_path: Path) -> None:
+    model, path = causal_lm(), tmp_path / "book"
+    read(model, tokens(1, 40)).save(path)
+    whole = path.read_bytes()
+    with pytest.raises(ValueError, match=r"must come from a model of this config, got memory_decay=0\.75"):
+        InfiniteFormerCache.load(path, causal_lm(memory_decay=0.5).config)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(OSError, match="must be whole"):
+        InfiniteFormerCache.load(path, model.config)
+    save_file({"weight": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="must hold the memory of an infinite_former model"):
+        InfiniteFormerCache.load(path, model.config)
+    path.write_bytes(whole)
+    cache = InfiniteFormerCache.load(path, model.config)
+    cache.layers[0].state.memory.coefficients_BNE[0, 0, 0] = float("nan")
+    cache.save(path)
+    with pytest.raises(ValueError, match=r"must be finite, got NaN or infinity in layers\.0\.coefficients"):
+        InfiniteFormerCache.load(path, model.config)
+
+
+def test_bad_states_are_refused_and_left_unharmed(causal_lm: Make, tokens: Make) -> None:
+    model, ids = causal_lm(), tokens(2, 40)
+    cache, untouched = read(model, ids), read(model, ids)
+    memory = model.model.empty_memory(2)
+    for kwargs, message in (
+        ({"cache": cache, "reset_memory": torch.ones(3, dtype=torch.bool)}, "one bool for each of the 2 rows"),
+        ({"cache": cache, "memory": memory}, "cache and memory exclude each other"),
+        ({"cache": DynamicCache()}, "the cache must be made for this model"),
+        ({"cache": read(causal_lm(memory_decay=0.5), ids)}, "the cache must come from a model of this config"),
+        ({"memory": causal_lm(num_hidden_layers=1).model.empty_memory(2)}, "must come from a model of this config"),
+        ({"memory": model.model.empty_memory(5)}, "the batch must have the 5 rows that are remembered"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            logits_of(model, ids, **kwargs)
+    with pytest.raises(ValueError, match="the batch must have the 2 rows"):
+        logits_of(model, ids[:1], cache=cache)
+    with pytest.raises(ValueError, match=r"token ids must lie in 0 \.\. 59, got 60"):
+        logits_of(model, ids + 60 - ids.max(), cache=cache)
+    with pytest.raises(ValueError, match="at least one token"):
+        logits_of(model, ids[:, :0], cache=cache)
+    with pytest.raises(ValueError, match="cannot be shortened"):
+        cache.crop(3)
+    with pytest.raises(ValueError, match="must hold something"):
+        InfiniteFormerCache(model.config).save("nowhere")
+    assert torch.equal(logits_of(model, ids, cache=cache), logits_of(model, ids, cache=untouched))
