@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from hf_longmem._version import __version__
 from hf_longmem.models.auto import register
+from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
 
 if TYPE_CHECKING:
+    from hf_longmem.models.infinite_cache import InfiniteFormerCache
+    from hf_longmem.models.infinite_former.modeling_infinite_former import (
+        InfiniteFormerForCausalLM,
+        InfiniteFormerModel,
+    )
+    from hf_longmem.models.infinite_former.modeling_infinite_former_heads import (
+        InfiniteFormerForSequenceClassification,
+        InfiniteFormerForTokenClassification,
+    )
+    from hf_longmem.models.infinite_former.retention import memory_retention
     from hf_longmem.models.reformer_lsh.modeling_reformer_lsh import ReformerLSHForCausalLM, ReformerLSHModel
     from hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads import (
         ReformerLSHForMaskedLM,
@@ -19,8 +30,15 @@ if TYPE_CHECKING:
         ReformerLSHForSequenceClassification,
         ReformerLSHForTokenClassification,
     )
+    from hf_longmem.training.metrics import streaming_perplexity
 
 __all__ = [
+    "InfiniteFormerCache",
+    "InfiniteFormerConfig",
+    "InfiniteFormerForCausalLM",
+    "InfiniteFormerForSequenceClassification",
+    "InfiniteFormerForTokenClassification",
+    "InfiniteFormerModel",
     "ReformerLSHByteTokenizer",
     "ReformerLSHConfig",
     "ReformerLSHForCausalLM",
@@ -30,9 +48,18 @@ __all__ = [
     "ReformerLSHForTokenClassification",
     "ReformerLSHModel",
     "__version__",
+    "memory_retention",
+    "streaming_perplexity",
 ]
 
 _HEAVY = {
+    "hf_longmem.models.infinite_cache": {"InfiniteFormerCache"},
+    "hf_longmem.models.infinite_former.modeling_infinite_former": {"InfiniteFormerForCausalLM", "InfiniteFormerModel"},
+    "hf_longmem.models.infinite_former.modeling_infinite_former_heads": {
+        "InfiniteFormerForSequenceClassification",
+        "InfiniteFormerForTokenClassification",
+    },
+    "hf_longmem.models.infinite_former.retention": {"memory_retention"},
     "hf_longmem.models.reformer_lsh.modeling_reformer_lsh": {"ReformerLSHForCausalLM", "ReformerLSHModel"},
     "hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads": {
         "ReformerLSHForMaskedLM",
@@ -40,6 +67,7 @@ _HEAVY = {
         "ReformerLSHForSequenceClassification",
         "ReformerLSHForTokenClassification",
     },
+    "hf_longmem.training.metrics": {"streaming_perplexity"},
 }
 
 

@@ -1,13 +1,15 @@
 """Configuration of the infinity-former, ``infinite_former``."""
 
 from dataclasses import fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_longmem._errors import complaint
-from hf_longmem.ops.continuous import GaussianBasis, RegressionSpec, contraction_radius, decay_tau
+
+if TYPE_CHECKING:
+    from hf_longmem.ops.continuous import RegressionSpec
 
 _INT32_MAX = 2**31 - 1
 _CHOICES = {
@@ -164,8 +166,10 @@ class InfiniteFormerConfig(PreTrainedConfig):
         """Nothing to check: transformers' list of layer types is closed, and ours has one kind."""
 
     @property
-    def regression(self) -> RegressionSpec:
+    def regression(self) -> "RegressionSpec":
         """Basis and regression of the memories, as the operators take them."""
+        from hf_longmem.ops.continuous import GaussianBasis, RegressionSpec  # imports torch
+
         basis = GaussianBasis(self.num_basis, tuple(self.basis_widths))
         return RegressionSpec(basis, self.segment_length, self.num_samples, float(self.memory_ridge))  # type: ignore[arg-type]
 
@@ -244,6 +248,8 @@ class InfiniteFormerConfig(PreTrainedConfig):
         if self.memory_gate not in (None, "convolution"):
             rule = "memory_gate must be None or 'convolution'"
             raise ValueError(complaint(rule, repr(self.memory_gate), "leave it out"))
+        from hf_longmem.ops.continuous import contraction_radius, decay_tau
+
         spec = self.regression  # checks basis, widths and ridge
         tau = decay_tau(self.decay if self.memory_decay == "uniform" else self.memory_decay, self.uniform_segments)  # type: ignore[arg-type]
         if not layers or self.num_basis > _LARGEST_CHECKED_BASIS:

@@ -1,0 +1,1 @@
+"""What training and evaluation need beside a `Trainer`: metrics of long documents (`metrics`)."""

@@ -1,0 +1,105 @@
+"""How well a model predicts documents of any length."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.utils.logging import tqdm
+
+from hf_longmem._errors import complaint
+
+
+class StreamingPerplexity(NamedTuple):
+    """How well a document was predicted.
+
+    perplexity: ``exp(mean_nll)``.
+    mean_nll: mean negative log-likelihood of a token, in nats.
+    num_tokens: how many tokens were scored: all but the first, which nothing comes before.
+    """
+
+    perplexity: float
+    mean_nll: float
+    num_tokens: int
+
+
+def streaming_perplexity(
+    model: Any, tokens: Tensor | Iterable[int], *, piece_length: int = 1024, progress: bool = True
+) -> StreamingPerplexity:
+    """Score every token of a document once, each in sight of all that the model remembers of what came before.
+
+    The document goes through the model piece by piece, on one cache, so that memory does not grow with its length,
+    and the first token of a piece is predicted by the last one of the piece before.
+
+    Args:
+        model: a causal language model that goes on from a ``cache``; it is used in evaluation mode and left as it was.
+        tokens: token ids, a tensor ``[T]`` or ``[1, T]`` or any iterable of whole numbers, which may be endless but
+            for your patience.
+        piece_length: tokens per call; any gives the same result.
+        progress: show a progress bar (unless transformers' are switched off).
+
+    Returns:
+        The perplexity, the mean negative log-likelihood and the number of tokens scored.
+
+    Raises:
+        ValueError: fewer than two tokens, more than one document, or a piece length below 1.
+
+    Example:
+        >>> import torch
+        >>> from hf_longmem import InfiniteFormerConfig, InfiniteFormerForCausalLM, streaming_perplexity
+        >>> config = InfiniteFormerConfig(hidden_size=16, num_hidden_layers=1, segment_length=16, num_basis=16)
+        >>> model = InfiniteFormerForCausalLM(config)
+        >>> streaming_perplexity(model, torch.arange(3, 103), progress=False).num_tokens
+        99
+    """
+    if piece_length < 1:
+        raise ValueError(complaint("piece_length must be at least 1", piece_length, "use 1024"))
+    total: int | None = None
+    if isinstance(tokens, Tensor):
+        if tokens.dim() == 2 and len(tokens) == 1:
+            tokens = tokens[0]
+        if tokens.dim() != 1:
+            rule = "streaming_perplexity scores one document, [T] or [1, T]"
+            raise ValueError(complaint(rule, f"shape {tuple(tokens.shape)}", "call it once for each document"))
+        total = len(tokens)
+    elif isinstance(tokens, Sequence):
+        total = len(tokens)
+    cache, last, nll, scored = DynamicCache(config=model.config), None, 0.0, 0
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), tqdm(total=total, unit="token", disable=not progress) as bar:
+            for piece in _pieces(tokens, piece_length):
+                piece_1T = piece.to(model.device)[None]
+                logits_TV = model(piece_1T, cache=cache, use_cache=True).logits[0].float()
+                before_TV = logits_TV[:-1] if last is None else torch.cat((last, logits_TV[:-1]))
+                targets_T = piece_1T[0, len(piece) - len(before_TV) :]
+                nll += torch.nn.functional.cross_entropy(before_TV, targets_T, reduction="sum").double().item()
+                scored += len(targets_T)
+                last = logits_TV[-1:]
+                bar.update(len(piece))
+    finally:
+        model.train(was_training)
+    if scored == 0:
+        raise ValueError(
+            complaint("a document must have at least two tokens to be scored", "fewer", "pass a longer one")
+        )
+    mean_nll = nll / scored
+    return StreamingPerplexity(math.exp(mean_nll), mean_nll, scored)
+
+
+def _pieces(tokens: Tensor | Iterable[int], piece_length: int) -> Iterator[Tensor]:
+    if isinstance(tokens, Tensor):
+        yield from (piece for piece in tokens.long().split(piece_length) if len(piece))
+        return
+    rest = iter(tokens)
+    while piece := list(itertools.islice(rest, piece_length)):
+        yield torch.tensor(piece, dtype=torch.long)
+
+
+__all__ = ["StreamingPerplexity", "streaming_perplexity"]

@@ -1,0 +1,78 @@
+"""The family in transformers' own machinery, and its retention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+import hf_longmem
+from hf_longmem import InfiniteFormerConfig, memory_retention
+
+Make = Callable[..., Any]
+
+
+def test_auto_classes_know_the_family(tiny: Make, tmp_path: Path) -> None:
+    assert isinstance(AutoConfig.for_model("infinite_former"), InfiniteFormerConfig)
+    for auto, name in (
+        (AutoModel, "InfiniteFormerModel"),
+        (AutoModelForCausalLM, "InfiniteFormerForCausalLM"),
+        (AutoModelForSequenceClassification, "InfiniteFormerForSequenceClassification"),
+        (AutoModelForTokenClassification, "InfiniteFormerForTokenClassification"),
+    ):
+        model = auto.from_config(tiny())
+        assert type(model) is getattr(hf_longmem, name)
+        model.save_pretrained(tmp_path / name)
+        assert type(auto.from_pretrained(tmp_path / name)) is type(model)
+
+
+class Documents(Dataset):
+    """A few short documents."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_the_stock_trainer_trains_and_evaluates(causal_lm: Make, tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=8,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    trainer = Trainer(model=causal_lm(), args=arguments, train_dataset=Documents(), eval_dataset=Documents())
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.2
+
+
+@pytest.mark.parametrize(("decay", "kept"), [(0.5, 7), (0.75, 13), ("uniform", 24)])
+def test_retention_tells_how_many_segments_can_be_read(decay: Any, kept: int) -> None:
+    config = InfiniteFormerConfig(segment_length=256, num_basis=256, num_samples=256, memory_decay=decay)
+    retention = memory_retention(config, 24, read_variance=0.0)
+    assert retention.kept() == kept
+    assert len(retention.fidelity_A) == 24
+    # A density as wide as the config's floor cannot read more than a point does.
+    assert memory_retention(config, 24).kept() <= kept
