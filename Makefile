@@ -4,8 +4,6 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Only torch comes from here, and only its build without CUDA; where it cannot be reached, pip takes torch from the usual place.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -29,7 +27,7 @@ clean:
 $(VENV)/.torch: constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(install) --retries 2 --no-deps --extra-index-url $(TORCH_INDEX) torch
+	$(install) torch
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.torch pyproject.toml

@@ -27,7 +27,8 @@ def test_the_readme_is_short_and_shows_what_it_should() -> None:
     assert len(README.splitlines()) <= 120
     assert len(blocks("python")) == 2
     assert commands("make") == ["make demo", "make test"]
-    assert len(commands("longmem")) == 5
+    assert len(commands("longmem train")) == 5
+    assert len(commands("longmem convert")) == 1
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -36,7 +37,7 @@ def test_a_python_block_runs(number: int, tmp_path: Path, monkeypatch: pytest.Mo
     exec(compile(blocks("python")[number], f"README.md, block {number}", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("command", commands("longmem"))
+@pytest.mark.parametrize("command", commands("longmem train"))
 def test_a_longmem_command_has_arguments_that_exist(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
