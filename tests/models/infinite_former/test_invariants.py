@@ -65,6 +65,29 @@ def test_token_by_token_equals_the_whole(causal_lm: Make, tokens: Make, kind: di
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["left", "right", "both ends", "scattered"])
+def test_rows_do_not_depend_on_batch_or_padding(
+    causal_lm: Make, tokens: Make, kind: dict[str, Any], where: str
+) -> None:
+    model, lengths, width = causal_lm(**kind), (1, 40, 101), 130
+    rows, ids, mask = tokens(3, width), torch.ones(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        slots = {
+            "left": torch.arange(width - length, width),
+            "right": torch.arange(length),
+            "both ends": torch.arange(9, 9 + length),
+            "scattered": torch.randperm(width, generator=torch.Generator().manual_seed(row))[:length].sort().values,
+        }[where]
+        ids[row, slots], mask[row, slots] = rows[row, :length], 1
+    together = logits_of(model, ids, attention_mask=mask)
+    pieces = in_pieces(model, ids, [30, 50, 1, 49], mask)
+    for row, length in enumerate(lengths):
+        alone = logits_of(model, rows[row : row + 1, :length])[0]
+        close(together[row, mask[row].bool()], alone)
+        close(pieces[row, mask[row].bool()], alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_pieces_with_any_padding_equal_the_whole(
