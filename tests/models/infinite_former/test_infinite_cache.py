@@ -86,6 +86,18 @@ def test_a_dynamic_cache_of_transformers_works_as_well(causal_lm: Make, tokens: 
     assert cache.get_seq_length() == 60
 
 
+def test_a_cache_is_made_without_gradients_or_when_asked_for_and_holds_no_graph(causal_lm: Make, tokens: Make) -> None:
+    model, ids = causal_lm(), tokens(2, 40)
+    assert model(ids).cache is None
+    with torch.no_grad():
+        assert isinstance(model(ids).cache, InfiniteFormerCache)
+        assert model(ids, use_cache=False).cache is None
+        assert model.train()(ids).cache is None
+    cache = model.eval()(ids, use_cache=True).cache
+    assert not any(layer.state.memory.coefficients_BNE.requires_grad for layer in cache.layers)
+    close(logits_of(model, ids, cache=cache), logits_of(model, torch.cat((ids, ids), dim=1))[:, 40:])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_can_be_reordered_selected_and_repeated(causal_lm: Make, tokens: Make, kind: dict[str, Any]) -> None:
     model, past, more = causal_lm(**kind), tokens(3, 53), tokens(3, 30, seed=5)

@@ -342,6 +342,9 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
             training, ``memory_kl_weight * memory_loss`` more, weighted by this batch's share of the items.
             ``logits`` ``[B, T, V]``.
         """
+        if use_cache and cache is None and memory is None and torch.is_grad_enabled() and not self.training:
+            # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
+            cache = InfiniteFormerCache(self.config)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
