@@ -68,6 +68,31 @@ def test_the_stock_trainer_trains_and_evaluates(causal_lm: Make, tmp_path: Path)
     assert trainer.evaluate()["eval_loss"] < before - 0.2
 
 
+def test_a_collator_can_hand_a_memory_through_the_stock_trainer(causal_lm: Make, tmp_path: Path) -> None:
+    model, seen = causal_lm(), []
+
+    def collate(documents: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+        batch = {name: torch.stack([document[name] for document in documents]) for name in documents[0]}
+        with torch.no_grad():
+            memory = model.model(batch["input_ids"], memory=model.model.empty_memory(len(documents))).memory
+        return batch | {"memory": memory, "reset_memory": torch.tensor([True, False])}
+
+    model.model.register_forward_hook(lambda *args: seen.append(args[-1].memory))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        max_steps=2,
+        report_to=[],
+        use_cpu=True,
+        bf16=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    Trainer(model=model, args=arguments, train_dataset=Documents(), data_collator=collate).train()
+    assert [40, 80] in [memory.seen_B.tolist() for memory in seen]
+    assert {memory.layers[0].memory.coefficients_BNE.dtype for memory in seen} == {torch.float32}
+
+
 @pytest.mark.parametrize(("decay", "kept"), [(0.5, 7), (0.75, 13), ("uniform", 24)])
 def test_retention_tells_how_many_segments_can_be_read(decay: Any, kept: int) -> None:
     config = InfiniteFormerConfig(segment_length=256, num_basis=256, num_samples=256, memory_decay=decay)

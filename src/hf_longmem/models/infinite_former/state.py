@@ -1,9 +1,12 @@
-"""What an infinity-former remembers between calls: pure values, whose first axis is the batch."""
+"""What an infinity-former remembers between calls: pure values, whose first axis is the batch.
+
+They are no tuples: Trainer would rebuild those from a generator, and what casts a module's inputs would round memories.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +17,8 @@ from hf_longmem.models.infinite_former.configuration_infinite_former import Infi
 from hf_longmem.ops.continuous import MemoryState
 
 
-class LayerState(NamedTuple):
+@dataclass(frozen=True)
+class LayerState:
     """What one layer remembers.
 
     inputs_BSE: its normalised inputs in the short-term window (see ``segments.py``), the segment to be written among
@@ -38,7 +42,8 @@ class LayerState(NamedTuple):
         return LayerState(change(self.inputs_BSE), keys, values, memory, projection)
 
 
-class InfiniteFormerMemory(NamedTuple):
+@dataclass(frozen=True)
+class InfiniteFormerMemory:
     """What a model remembers of each row: give it back as ``memory`` to go on where the call ended.
 
     seen_B: how many real tokens each row has read, int64, on the CPU.
