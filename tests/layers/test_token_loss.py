@@ -52,3 +52,10 @@ def test_no_label_to_predict_gives_zero() -> None:
     labels = torch.full((2, 3), -100)
     for head in (nn.Linear(4, 5), hooked(nn.Linear(4, 5))):
         assert head_cross_entropy(head, torch.randn(2, 3, 4), labels, chunk_size=2) == 0
+
+
+@pytest.mark.parametrize("num_items", [0, torch.tensor(0)])
+def test_no_item_in_the_whole_batch_gives_zero(num_items: object) -> None:
+    labels = torch.full((2, 3), -100)
+    for head in (nn.Linear(4, 5), hooked(nn.Linear(4, 5))):
+        assert head_cross_entropy(head, torch.randn(2, 3, 4), labels, chunk_size=2, num_items=num_items) == 0

@@ -65,3 +65,17 @@ def test_public_names_resolve_and_unknown_ones_do_not() -> None:
     assert issubclass(hf_longmem.ReformerLSHModel, torch.nn.Module)
     with pytest.raises(AttributeError, match="no attribute 'Reformer'"):
         hf_longmem.Reformer  # noqa: B018
+
+
+def test_label_smoothing_of_the_trainer_shifts_the_labels(tmp_path: object) -> None:
+    config = ReformerLSHConfig(hidden_size=16, num_attention_heads=2, attn_layers=["local"], vocab_size=40)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True
+    )
+    ids = torch.randint(2, 40, (2, 12))
+    loss = transformers.Trainer(model=model, args=arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(
+        loss, torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    )

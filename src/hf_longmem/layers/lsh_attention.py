@@ -19,7 +19,7 @@ class LSHAttention(nn.Module):
     """Project to shared queries/keys and values, hash, attend to what shares a bucket, project back.
 
     Training draws fresh rotations from torch's default generator in every call; evaluation, and a call with
-    ``hash_seed``, uses those that the seed and the layer's index determine.
+    ``hash_seed`` or a cache, uses those that the seed and the layer's index determine.
 
     Args:
         hidden_size, num_heads, head_dim: E, H and D.
@@ -105,7 +105,9 @@ class LSHAttention(nn.Module):
         v_BHTD = self._split_heads(self.v_proj(hidden_states))
         if rotary is not None:
             qk_BHTD = rotate(qk_BHTD, rotary)
-        buckets_BHRT = hash_vectors(qk_BHTD, self._rotations(qk_BHTD, num_hashes, hash_seed), self.num_buckets)
+        # What a cache remembers was hashed in earlier calls.
+        fresh = self.training and hash_seed is None and cache is None
+        buckets_BHRT = hash_vectors(qk_BHTD, self._rotations(qk_BHTD, num_hashes, hash_seed, fresh), self.num_buckets)
         dropout = self.dropout if self.training else 0.0
         weights_BHTT = None
         if cache is not None:
@@ -131,10 +133,10 @@ class LSHAttention(nn.Module):
     def _split_heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _rotations(self, qk_BHTD: Tensor, num_hashes: int | None, hash_seed: int | None) -> Tensor:
+    def _rotations(self, qk_BHTD: Tensor, num_hashes: int | None, hash_seed: int | None, fresh: bool) -> Tensor:
         sizes = (self.num_heads, self.head_dim, num_hashes or self.num_hashes, self.num_buckets)
         dtype = torch.promote_types(qk_BHTD.dtype, torch.float32)
-        if self.training and hash_seed is None:
+        if fresh:
             return draw_rotations(*sizes, device=qk_BHTD.device, dtype=dtype)
         seed = self.hash_seed if hash_seed is None else hash_seed
         return seeded_rotations(seed, self.layer_idx, *sizes, device=qk_BHTD.device, dtype=dtype)

@@ -34,6 +34,5 @@ def head_cross_entropy(
     logits = head(hidden_states).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
-    if num_items is None:
-        num_items = (labels != -100).sum().clamp(min=1)
-    return counted / (num_items.to(counted.device) if isinstance(num_items, Tensor) else num_items)
+    num_items = (labels != -100).sum() if num_items is None else torch.as_tensor(num_items, device=counted.device)
+    return counted / num_items.clamp(min=1)

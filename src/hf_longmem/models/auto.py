@@ -89,4 +89,8 @@ def register() -> None:
             if not isinstance(mapping._extra_content, _ImportedOnDemand):
                 mapping._extra_content = _ImportedOnDemand(mapping._extra_content)
             auto_class.register(config_class, _Import(module, name), exist_ok=True)
+        if "AutoModelForCausalLM" in models:
+            # By these names Trainer knows whose labels its label smoothing has to shift.
+            names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            names[config_class.model_type] = models["AutoModelForCausalLM"][1]
     tokenization_auto.AutoTokenizer.register(_NoModel, tokenizer_class=ReformerLSHByteTokenizer, exist_ok=True)

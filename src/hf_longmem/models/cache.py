@@ -127,9 +127,9 @@ class LSHCacheLayer(RecurrentAttentionLayer):
             ValueError: another number of rounds or another hash seed than the cache was begun with.
         """
         if self.state is None:
-            self.state = lsh_decode.empty_state(
-                qk_BHTD, buckets_BHRT.shape[2], num_buckets, chunk_length * chunks_before
-            )
+            # Under the "chunk" rule every call passes over the whole past, and no ring is ever read.
+            window = chunk_length * chunks_before if rules["candidates"] == "bucket" else 0
+            self.state = lsh_decode.empty_state(qk_BHTD, buckets_BHRT.shape[2], num_buckets, window)
             self.hashing = hashing
             self._begin(qk_BHTD)
         if hashing != self.hashing:
@@ -176,11 +176,11 @@ class LocalCacheLayer(RecurrentAttentionLayer):
         return out_BHTD
 
 
-def check_cache(cache: Cache, rows: int, *, causal: bool, output_attentions: bool) -> None:
+def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool, output_attentions: bool) -> None:
     """Refuse a cache that this model, or this call, cannot go on with.
 
     Raises:
-        ValueError: it has layers of another kind or none, or another number of rows than the input; the model is
+        ValueError: its layers are not those of ``layer_types``, or another number of rows than the input; the model is
             bidirectional; attention maps are asked for.
     """
     layers = cache.layers if isinstance(cache, Cache) else None
@@ -189,6 +189,10 @@ def check_cache(cache: Cache, rows: int, *, causal: bool, output_attentions: boo
         received = f"a layer of type {foreign[0]}" if foreign else "a cache without layers"
         received = received if layers is not None else f"a {type(cache).__name__}"
         raise ValueError(complaint("the cache must be made for this model", received, f"use {MAKE_CACHE}"))
+    kinds = [str(getattr(layer, "_layer_type", None)) for layer in layers]
+    if kinds != layer_types:
+        rule = f"the cache must have the model's layers, {', '.join(layer_types)}"
+        raise ValueError(complaint(rule, ", ".join(kinds), f"use {MAKE_CACHE}"))
     if not causal:
         raise ValueError(complaint("only a causal model can use a cache", "is_decoder=False", "pass cache=None"))
     if output_attentions:

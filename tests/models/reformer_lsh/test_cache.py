@@ -221,6 +221,7 @@ def test_a_chunk_model_keeps_rows_apart_and_equals_a_full_forward_in_its_prompt(
     for row in range(3):
         alone = model.generate(ids[row : row + 1], max_new_tokens=20, do_sample=False)
         assert torch.equal(alone[0], batched[row])
+    assert model(ids, use_cache=True).cache.layers[1].state.ring_BHRX.numel() == 0
 
 
 @torch.no_grad()
@@ -230,6 +231,9 @@ def test_foreign_and_misused_caches_are_refused(model):
     for cache in (DynamicCache(), DynamicCache(config=gpt2)):
         with pytest.raises(ValueError, match="the cache must be made for this model"):
             model(ids, cache=cache)
+    for layers in (["local"], ["lsh", "local"], ["local", "lsh", "lsh"]):
+        with pytest.raises(ValueError, match="the cache must have the model's layers"):
+            model(ids, cache=DynamicCache(config=build(attn_layers=layers).config))
     with pytest.raises(ValueError, match="the cache must be made for this model, got a tuple"):
         model(ids, cache=((ids, ids),))
     cache = model(ids).cache
@@ -256,3 +260,29 @@ def test_memory_of_a_cache_is_bounded_by_the_positions(model):
     assert local.k_BHWD.shape[2] == 8
     assert lsh.ring_BHRX.shape[3] == 8 * 8
     assert lsh.qk_BHPD.shape[2] <= 2 * 320 + 1
+
+
+@torch.no_grad()
+def test_a_cache_is_exact_in_training_mode_too():
+    model = build(hidden_dropout_prob=0.0, local_attention_probs_dropout_prob=0.0)
+    ids = tokens(2, 40)
+    full = model(ids, use_cache=False).logits
+    model.train()
+    outputs = model(ids[:, :20], use_cache=True)
+    parts = [outputs.logits]
+    for t in range(20, 40):
+        outputs = model(ids[:, t : t + 1], cache=outputs.cache)
+        parts.append(outputs.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), full, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_padding_takes_no_position_at_the_end_of_the_table():
+    model = build(max_position_embeddings=64)
+    ids, mask = tokens(2, 66), torch.ones(2, 66)
+    mask[0, 60:64], mask[1, 62:] = 0, 0
+    cache = model(ids[:, :60]).cache
+    logits = model(ids[:, 60:], attention_mask=mask, cache=cache).logits
+    for row in range(2):
+        alone = model(ids[row : row + 1, mask[row] == 1]).logits[:, 60:]
+        torch.testing.assert_close(logits[row, mask[row, 60:] == 1], alone[0], atol=1e-5, rtol=1e-5)

@@ -272,3 +272,18 @@ def test_pipelines_that_need_word_offsets(head: Make, tmp_path: Path, name: str)
 
 def test_causal_model_class_is_still_the_default_for_generation() -> None:
     assert AutoModelForCausalLM._model_mapping[hf_longmem.ReformerLSHConfig] is hf_longmem.ReformerLSHForCausalLM
+
+
+@pytest.mark.parametrize("pooling", ["first", "last", "mean"])
+def test_the_last_columns_of_a_longer_mask_are_those_of_the_sequence(head: Make, tokens: Make, pooling: str) -> None:
+    model, ids = head("ReformerLSHForSequenceClassification", classifier_pooling=pooling), tokens(2, 20)
+    mask = torch.ones(2, 25)
+    mask[0, 17:] = 0
+    close(model(ids, attention_mask=mask).logits, model(ids, attention_mask=mask[:, 5:]).logits)
+
+
+def test_sequences_that_do_not_count_have_no_share_in_the_loss_of_several_batches(head: Make, tokens: Make) -> None:
+    model, ids = head("ReformerLSHForSequenceClassification", num_labels=3), tokens(4, 9)
+    labels = torch.tensor([0, -100, 2, 1])
+    summed = F.cross_entropy(model(ids).logits, labels, reduction="sum")
+    close(model(ids, labels=labels, num_items_in_batch=7).loss, summed / 7)

@@ -110,3 +110,11 @@ def test_the_rings_hold_the_last_tokens_of_each_bucket():
                 assert state.filled_BHRK[0, head, round_, bucket] == len(members)
                 kept = rings[0, head, round_, bucket].tolist()
                 assert sorted(kept[: len(members)] if len(members) < 4 else kept) == members[-4:]
+
+
+def test_steps_in_float16_take_lengths_whose_squares_overflow():
+    qk, v, buckets = draw(40)
+    qk, v = (100 * qk).half(), v.half()
+    out, _ = in_pieces(qk, v, buckets, list(range(1, 40)), chunk_length=8)
+    expected = lsh_attention(qk.float(), v.float(), buckets, chunk_length=8)
+    torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0.02)

@@ -126,3 +126,10 @@ def test_order_is_by_bucket_then_position_with_padding_last(length, buckets, see
 def test_sorting_survives_bucket_times_length_beyond_int32():
     buckets = torch.tensor([2_000_000_000, 1, 2_000_000_000, 0], dtype=torch.int32).view(1, 1, 1, 4)
     assert sort_by_bucket(buckets).flatten().tolist() == [3, 1, 0, 2]
+
+
+def test_what_is_not_a_number_has_a_bucket_that_exists():
+    qk = torch.full((1, 2, 3, 8), torch.nan)
+    for num_buckets in (2, 16, [4, 6]):
+        buckets = hash_vectors(qk, draw_rotations(**SIZES, num_buckets=num_buckets), num_buckets)
+        assert buckets.max() < torch.Size(num_buckets if isinstance(num_buckets, list) else [num_buckets]).numel()

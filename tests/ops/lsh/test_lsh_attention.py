@@ -371,3 +371,11 @@ def test_bad_shapes_are_refused():
         lsh_attention(qk, v[..., :4], buckets, chunk_length=4)
     with pytest.raises(ValueError, match="buckets must be"):
         lsh_attention(qk, v, buckets[..., :5], chunk_length=4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("candidates", "merge"), RULES)
+def test_a_chunk_far_longer_than_the_input_needs_no_more_memory_than_it(candidates, merge, causal):
+    after = 0 if causal else 1
+    reach = {"chunk_length": 2**40, "chunks_after": after, "candidates": candidates, "merge": merge, "causal": causal}
+    assert_fast_equals_naive(*draw(70), 1e-10, **reach)

@@ -187,7 +187,8 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
         output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         if cache is not None:
             rows = len(input_ids if input_ids is not None else inputs_embeds)  # type: ignore[arg-type]
-            check_cache(cache, rows, causal=self.config.is_decoder, output_attentions=output_attentions)
+            kinds, causal = self.config.layer_types, self.config.is_decoder
+            check_cache(cache, rows, kinds, causal=causal, output_attentions=output_attentions)
         elif use_cache and self.config.is_decoder and not output_attentions and not torch.is_grad_enabled():
             cache = DynamicCache(config=self.config)
         if num_hashes is not None and num_hashes < 1:
@@ -200,6 +201,9 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             rule = f"an input must have from 1 to {self.config.num_positions} tokens (max_position_embeddings)"
             raise ValueError(complaint(rule, length, "cut it, or build the model for more positions"))
         positions: Tensor = next_positions(cache, length, embeddings.device) if position_ids is None else position_ids
+        if attention_mask is not None:
+            # Padding, counted on after a row's real tokens, could leave the table.
+            positions = torch.where(attention_mask, positions, 0)
         _check_range("position_ids", positions, self.config.num_positions, "count positions from 0")
 
         rotary = None

@@ -117,7 +117,8 @@ class ReformerLSHForSequenceClassification(ReformerLSHPreTrainedModel):
     def _pool(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         if attention_mask is None:
             attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
-        real = attention_mask.to(hidden_states.device) != 0
+        # As in the model, a longer mask's last columns are those of the input.
+        real = attention_mask[:, -hidden_states.shape[1] :].to(hidden_states.device) != 0
         if self.config.classifier_pooling == "mean":
             total = hidden_states.masked_fill(~real[..., None], 0).sum(1)
             return total / real.sum(1, keepdim=True).clamp(min=1)
@@ -222,7 +223,8 @@ def _over_items(mean_loss: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Te
     num_items = kwargs.get("num_items_in_batch")
     if num_items is None:
         return mean_loss
-    return mean_loss * (labels.numel() / torch.as_tensor(num_items, device=mean_loss.device))
+    counted = labels.numel() if labels.is_floating_point() else (labels != -100).sum().to(mean_loss.device)
+    return mean_loss * (counted / torch.as_tensor(num_items, device=mean_loss.device))
 
 
 __all__ = [

@@ -116,6 +116,7 @@ def check_arguments(
 class _Plan(NamedTuple):
     """How a sequence is cut: blocks of ``queries``, each with the keys from ``before`` it to ``after`` it."""
 
+    chunk_length: int
     queries: int
     before: int
     after: int
@@ -144,6 +145,8 @@ def _plan(
     device: torch.device,
 ) -> _Plan:
     _, num_heads, length, _ = shape
+    # A chunk longer than the input holds all of it, and costs no more than it.
+    chunk_length = min(chunk_length, max(length, 1))
     # Under "chunk" a block is a whole number of chunks, so that every block sees keys from the same offsets.
     unit = chunk_length if rule == "chunk" else 1
     longest = _round_up(max(length, 1), unit)
@@ -153,17 +156,16 @@ def _plan(
     total_blocks = -(-length // queries)
     budget = TILE_SCORES["cpu" if device.type == "cpu" else "other"] // (queries * (before + queries + after))
     blocks = max(1, min(budget, total_blocks))
-    return _Plan(queries, before, after, blocks, max(1, min(num_heads, budget // blocks)))
+    return _Plan(chunk_length, queries, before, after, blocks, max(1, min(num_heads, budget // blocks)))
 
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _block_bias(
-    plan: _Plan, rule: str, chunk_length: int, chunks_before: int, chunks_after: int, causal: bool
-) -> Tensor:
+def _block_bias(plan: _Plan, rule: str, chunks_before: int, chunks_after: int, causal: bool) -> Tensor:
     """0 where a block's query may see its key, FORBIDDEN elsewhere: ``[1, Q, M]``, by position only."""
+    chunk_length = plan.chunk_length
     query = torch.arange(plan.queries).unsqueeze(1)
     key = torch.arange(-plan.before, plan.queries + plan.after).unsqueeze(0)
     if rule == "sliding":
@@ -281,7 +283,7 @@ def _attend(
     out_BHTD = _new_output(q_BHTD)
     lse_BHT = q_BHTD.new_empty(shape[:3], dtype=dtype)
     plan = _plan(shape, rule, chunk_length, chunks_before, chunks_after, causal, q_BHTD.device)
-    bias_1QM = _block_bias(plan, rule, chunk_length, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
+    bias_1QM = _block_bias(plan, rule, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
     generator = _generator(seed, q_BHTD.device)
     scale = 1.0 / math.sqrt(shape[-1])
     with torch.autocast(q_BHTD.device.type, enabled=False):
@@ -330,7 +332,7 @@ def _attend_backward(
     grad_q_BHTD = torch.empty_like(q_BHTD)
     grad_k_BHTD, grad_v_BHTD = torch.zeros_like(k_BHTD, dtype=dtype), torch.zeros_like(v_BHTD, dtype=dtype)
     plan = _plan(shape, rule, chunk_length, chunks_before, chunks_after, causal, q_BHTD.device)
-    bias_1QM = _block_bias(plan, rule, chunk_length, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
+    bias_1QM = _block_bias(plan, rule, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
     generator = _generator(seed, q_BHTD.device)
     scale = 1.0 / math.sqrt(shape[-1])
     with torch.autocast(q_BHTD.device.type, enabled=False):

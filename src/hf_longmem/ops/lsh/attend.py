@@ -159,10 +159,12 @@ def _layout(
     candidates: str,
     merge: str,
 ) -> Layout:
-    once = merge == "union"
+    once, length = merge == "union", order_BHRT.shape[-1]
+    # Places beyond the input hold nothing: without them a window wider than a short input costs no more than it.
     if candidates == "bucket":
-        return BucketLayout(order_BHRT, buckets_BHRT, mask_BT, chunk_length * before, chunk_length * after, once=once)
-    return ChunkLayout(order_BHRT, mask_BT, chunk_length, before, after, causal=causal, once=once)
+        before, after = min(chunk_length * before, length), min(chunk_length * after, length)
+        return BucketLayout(order_BHRT, buckets_BHRT, mask_BT, before, after, once=once)
+    return ChunkLayout(order_BHRT, mask_BT, min(chunk_length, length), before, after, causal=causal, once=once)
 
 
 def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:

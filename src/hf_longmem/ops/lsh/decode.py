@@ -198,10 +198,11 @@ def _step(
     hidden_BH1X = (offered_BHX == nobody).unsqueeze(2)
     index_BHX1 = offered_BHX.masked_fill(offered_BHX == nobody, 0).long().unsqueeze(-1)
     head_dim = qk_BH1D.shape[-1]
-    keys_BHXD = unit_keys(state.qk_BHPD.gather(2, index_BHX1.expand(-1, -1, -1, head_dim)))
-    values_BHXD = state.v_BHPD.gather(2, index_BHX1.expand(-1, -1, -1, head_dim))
     exact = torch.promote_types(qk_BH1D.dtype, torch.float32)
-    scores_BH1X = (qk_BH1D.to(exact) @ keys_BHXD.to(exact).transpose(-1, -2)).masked_fill(hidden_BH1X, -torch.inf)
+    # Lengths in half precision would lose digits, or overflow.
+    keys_BHXD = unit_keys(state.qk_BHPD.gather(2, index_BHX1.expand(-1, -1, -1, head_dim)).to(exact))
+    values_BHXD = state.v_BHPD.gather(2, index_BHX1.expand(-1, -1, -1, head_dim))
+    scores_BH1X = (qk_BH1D.to(exact) @ keys_BHXD.transpose(-1, -2)).masked_fill(hidden_BH1X, -torch.inf)
     lonely_BH11 = hidden_BH1X.all(-1, keepdim=True)
     weights_BH1X = torch.softmax(scores_BH1X.masked_fill(lonely_BH11, 0.0), dim=-1)
     out_BH1D = (weights_BH1X @ values_BHXD.to(exact)).to(qk_BH1D.dtype)

@@ -166,4 +166,5 @@ def _signed_argmax(rotated_FT: Tensor) -> Tensor:
     falling_F1 = torch.arange(2 * columns, 0, -1, dtype=bits, device=rotated_FT.device)[:, None]
     up_T = ((rotated_FT == top_1T) * falling_F1[:columns]).amax(-2)
     down_T = ((rotated_FT == -top_1T) * falling_F1[columns:]).amax(-2)
-    return 2 * columns - torch.maximum(up_T, down_T).int()
+    # What is not a number equals no maximum: it goes into the last bucket, not into one that does not exist.
+    return 2 * columns - torch.maximum(up_T, down_T).clamp_(min=1).int()
