@@ -206,9 +206,10 @@ def check_cache(cache: Cache, config: InfiniteFormerConfig) -> InfiniteFormerMem
     Raises:
         ValueError: it has layers of another kind, another number of them, or comes from another config.
     """
-    foreign = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, InfiniteFormerCacheLayer)]
-    if foreign or len(cache.layers) != config.num_hidden_layers:
-        received = f"a layer of type {foreign[0]}" if foreign else f"a cache of {len(cache.layers)} layers"
+    layers = cache.layers if isinstance(cache, Cache) else []
+    foreign = [type(layer).__name__ for layer in layers if not isinstance(layer, InfiniteFormerCacheLayer)]
+    if foreign or len(layers) != config.num_hidden_layers:
+        received = f"a layer of type {foreign[0]}" if foreign else f"a {type(cache).__name__} of {len(layers)} layers"
         fix = "use InfiniteFormerCache(model.config)"
         raise ValueError(complaint("the cache must be made for this model", received, fix))
     if isinstance(cache, InfiniteFormerCache) and cache.fingerprint != _fingerprint(config):

@@ -186,6 +186,7 @@ def test_bad_states_are_refused_and_left_unharmed(causal_lm: Make, tokens: Make)
         ({"cache": cache, "reset_memory": torch.ones(3, dtype=torch.bool)}, "one bool for each of the 2 rows"),
         ({"cache": cache, "memory": memory}, "cache and memory exclude each other"),
         ({"cache": DynamicCache()}, "the cache must be made for this model"),
+        ({"cache": ((ids, ids),)}, "the cache must be made for this model, got a tuple"),
         ({"cache": read(causal_lm(memory_decay=0.5), ids)}, "the cache must come from a model of this config"),
         ({"memory": causal_lm(num_hidden_layers=1).model.empty_memory(2)}, "must come from a model of this config"),
         ({"memory": model.model.empty_memory(5)}, "the batch must have the 5 rows that are remembered"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from hf_longmem.models.infinite_former.modeling_infinite_former import add_memory_loss
 from hf_longmem.models.infinite_former.modeling_infinite_former_heads import (
     InfiniteFormerForSequenceClassification,
     InfiniteFormerForTokenClassification,
@@ -47,6 +48,12 @@ def test_accumulated_gradients_are_those_of_the_means_over_all_items(causal_lm: 
     (sum(model(ids, labels=ids).loss for ids in batches) / 3).backward()
     for ours, expected in zip(accumulated, model.parameters(), strict=True):
         torch.testing.assert_close(ours, expected.grad)
+
+
+def test_a_batch_without_labels_adds_nothing_to_a_sum_over_items(tiny: Make) -> None:
+    nothing, loss = torch.full((2, 5), -100), torch.tensor(1.5)
+    for num_items in (0, 7, torch.tensor(0)):
+        assert add_memory_loss(loss, torch.tensor(3.0), tiny(memory_kl_weight=1.0), nothing, num_items) == loss
 
 
 def test_the_regulariser_does_not_depend_on_padding_and_is_none_without_memories(causal_lm: Make, tokens: Make) -> None:

@@ -404,7 +404,8 @@ def add_memory_loss(
         return loss
     weighted = config.memory_kl_weight * memory_loss
     if num_items is not None:
-        weighted = weighted * ((labels != -100).sum() / torch.as_tensor(num_items, device=loss.device))
+        items = torch.as_tensor(num_items, device=loss.device).clamp(min=1)
+        weighted = weighted * ((labels != -100).sum() / items)
     return loss + weighted.to(loss.dtype)
 
 
