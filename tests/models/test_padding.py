@@ -88,3 +88,10 @@ def test_one_row_of_positions_serves_all_rows() -> None:
 def test_masks_of_another_shape_are_refused(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Echo().forward(torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 1), (1, 2), (2, 3), (1, 3, 1)])
+@pytest.mark.parametrize("mask", [None, torch.tensor([[0, 1, 1]])])
+def test_positions_of_another_shape_are_refused(shape: tuple[int, ...], mask: torch.Tensor | None) -> None:
+    with pytest.raises(ValueError, match=r"position_ids must be \[1, 3\] or \[1, 3\], as the input is, got shape"):
+        Echo().forward(torch.tensor([[1, 2, 3]]), attention_mask=mask, position_ids=torch.zeros(shape).long())

@@ -36,6 +36,8 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
         return_dict = self.config.return_dict if return_dict is None else return_dict
         tokens = input_ids if input_ids is not None else inputs_embeds
         order = None
+        if position_ids is not None and tokens is not None:
+            _check_positions(position_ids, tokens)
         if attention_mask is not None and tokens is not None:
             attention_mask = _real_tokens(attention_mask, tokens)
         if attention_mask is not None and tokens is not None:
@@ -55,6 +57,13 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
         return outputs if return_dict else outputs.to_tuple()
 
     return wrapper
+
+
+def _check_positions(position_ids: Tensor, tokens: Tensor) -> None:
+    batch, length = tokens.shape[:2]
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+        rule = f"position_ids must be [{batch}, {length}] or [1, {length}], as the input is"
+        raise ValueError(complaint(rule, f"shape {list(position_ids.shape)}", "give one position per token"))
 
 
 def _real_tokens(attention_mask: Tensor, tokens: Tensor) -> Tensor | None:

@@ -252,6 +252,7 @@ def test_sampling_follows_the_seed_and_beams_score_at_least_as_well_as_greedy(ca
         ({"input_ids": torch.zeros(1, 1025, dtype=torch.long)}, "from 1 to 1024 tokens .*, got 1025; cut it"),
         ({"input_ids": torch.tensor([[1]]), "position_ids": torch.tensor([[1024]])}, "position_ids must lie in 0"),
         ({"input_ids": torch.tensor([[1]]), "num_hashes": 0}, "num_hashes must be at least 1, got 0"),
+        ({"input_ids": torch.tensor([[1]]), "hash_seed": 2**63}, "hash_seed must be from 0 to 2.63 - 1, got 9223"),
         ({"input_ids": torch.tensor([[1]]), "inputs_embeds": torch.zeros(1, 1, 32)}, "exactly one of .*, got both"),
         ({}, "exactly one of input_ids and inputs_embeds must be given, got neither"),
         ({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 1, 4, 4)}, "two axes"),

@@ -193,6 +193,8 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if num_hashes is not None and num_hashes < 1:
             raise ValueError(complaint("num_hashes must be at least 1", num_hashes, "leave it out or use 1"))
+        if hash_seed is not None and not 0 <= hash_seed < 2**63:
+            raise ValueError(complaint("hash_seed must be from 0 to 2^63 - 1", hash_seed, "leave it out or use 0"))
         if input_ids is not None:
             _check_range("token ids", input_ids, self.embed_tokens.num_embeddings, "use the model's tokenizer")
         embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
