@@ -25,13 +25,13 @@ def commands(program: str) -> list[str]:
 
 def test_the_readme_is_short_and_shows_what_it_should() -> None:
     assert len(README.splitlines()) <= 120
-    assert len(blocks("python")) == 2
+    assert len(blocks("python")) == 3
     assert commands("make") == ["make demo", "make test"]
     assert len(commands("longmem train")) == 5
     assert len(commands("longmem convert")) == 1
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_python_block_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks("python")[number], f"README.md, block {number}", "exec"), {"__name__": "__main__"})
