@@ -121,20 +121,13 @@ class LSHCacheLayer(RecurrentAttentionLayer):
         chunks_before: int,
         **rules: Any,
     ) -> Tensor:
-        """See :func:`hf_longmem.ops.lsh.decode.extend`; ``hashing`` must stay what it was at the first token.
-
-        Raises:
-            ValueError: another number of rounds or another hash seed than the cache was begun with.
-        """
+        """See :func:`hf_longmem.ops.lsh.decode.extend`; for ``hashing`` see :func:`check_hashing`."""
         if self.state is None:
             # Under the "chunk" rule every call passes over the whole past, and no ring is ever read.
             window = chunk_length * chunks_before if rules["candidates"] == "bucket" else 0
             self.state = lsh_decode.empty_state(qk_BHTD, buckets_BHRT.shape[2], num_buckets, window)
             self.hashing = hashing
             self._begin(qk_BHTD)
-        if hashing != self.hashing:
-            rule = f"num_hashes and hash_seed must stay what the cache was begun with, {self.hashing}"
-            raise ValueError(complaint(rule, hashing, "pass the same in every call, or start from an empty cache"))
         out_BHTD, self.state = lsh_decode.extend(
             self.state,
             qk_BHTD,
@@ -202,6 +195,18 @@ def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool
     if seen_B is not None and len(seen_B) != rows:
         rule = f"the batch must have the cache's {len(seen_B)} rows"
         raise ValueError(complaint(rule, rows, "pass a new cache, or choose its rows with reorder_cache"))
+
+
+def check_hashing(cache: Cache, hashing: tuple[int, int]) -> None:
+    """Refuse a call that hashes unlike the calls before, before any layer changes the cache.
+
+    Raises:
+        ValueError: another number of rounds or another hash seed than the cache was begun with.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, LSHCacheLayer) and layer.hashing not in (None, hashing):
+            rule = f"num_hashes and hash_seed must stay what the cache was begun with, {layer.hashing}"
+            raise ValueError(complaint(rule, hashing, "pass the same in every call, or start from an empty cache"))
 
 
 def next_positions(cache: Cache | None, length: int, device: torch.device) -> Tensor:

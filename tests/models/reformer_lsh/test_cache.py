@@ -286,3 +286,13 @@ def test_padding_takes_no_position_at_the_end_of_the_table():
     for row in range(2):
         alone = model(ids[row : row + 1, mask[row] == 1]).logits[:, 60:]
         torch.testing.assert_close(logits[row, mask[row, 60:] == 1], alone[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was(model):
+    ids = tokens(1, 12)
+    cache = model(ids[:, :6]).cache
+    for wrong in ({"num_hashes": 5}, {"hash_seed": 7}, {"output_attentions": True}):
+        with pytest.raises(ValueError, match=r"must stay|attention maps"):
+            model(ids[:, 6:], cache=cache, **wrong)
+    torch.testing.assert_close(model(ids[:, 6:], cache=cache).logits, model(ids).logits[:, 6:], atol=1e-5, rtol=1e-5)

@@ -22,7 +22,7 @@ from hf_longmem.layers.local_attention import LocalAttention
 from hf_longmem.layers.lsh_attention import LSHAttention
 from hf_longmem.layers.positions import AxialPositionEmbeddings, AxialTables, rotary_angles
 from hf_longmem.layers.token_loss import head_cross_entropy
-from hf_longmem.models.cache import check_cache, next_positions
+from hf_longmem.models.cache import check_cache, check_hashing, next_positions
 from hf_longmem.models.padding import compact_padding
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.reformer_loading import ReformerCheckpoints
@@ -189,6 +189,8 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             rows = len(input_ids if input_ids is not None else inputs_embeds)  # type: ignore[arg-type]
             kinds, causal = self.config.layer_types, self.config.is_decoder
             check_cache(cache, rows, kinds, causal=causal, output_attentions=output_attentions)
+            rounds = self.config.num_hashes if num_hashes is None else num_hashes
+            check_hashing(cache, (rounds, self.config.hash_seed if hash_seed is None else hash_seed))
         elif use_cache and self.config.is_decoder and not output_attentions and not torch.is_grad_enabled():
             cache = DynamicCache(config=self.config)
         if num_hashes is not None and num_hashes < 1:
