@@ -17,7 +17,7 @@ from hf_longmem._errors import complaint
 from hf_longmem.cli.errors import CommandError, user_mistakes
 
 # The built-in text is larger than a first run needs: by default this many sequences of it are used.
-BUILT_IN_TRAIN_SAMPLES = 512
+BUILT_IN_TRAIN_SAMPLES = 400
 BUILT_IN_EVAL_SAMPLES = 32
 
 
@@ -147,8 +147,8 @@ class LanguageModelingArguments(TrainingArguments):
     learning_rate: float = _default("learning_rate", 3e-3)
     lr_scheduler_type: str = _default("lr_scheduler_type", "cosine")
     warmup_steps: float = _default("warmup_steps", 0.05)
-    weight_decay: float = _default("weight_decay", 0.01)
-    adam_beta2: float = _default("adam_beta2", 0.98)
+    weight_decay: float = _default("weight_decay", 0.1)
+    adam_beta2: float = _default("adam_beta2", 0.95)
     logging_steps: float = _default("logging_steps", 50)
     save_total_limit: int | None = _default("save_total_limit", 2)
     include_num_input_tokens_seen: str | bool = _default("include_num_input_tokens_seen", True)
