@@ -4,16 +4,14 @@
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hf_longmem._version import __version__
-from hf_longmem.models.auto import register
-from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
-from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
-from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
 
 if TYPE_CHECKING:
     from hf_longmem.models.infinite_cache import InfiniteFormerCache
+    from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
     from hf_longmem.models.infinite_former.modeling_infinite_former import (
         InfiniteFormerForCausalLM,
         InfiniteFormerModel,
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
         InfiniteFormerForTokenClassification,
     )
     from hf_longmem.models.infinite_former.retention import memory_retention
+    from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
     from hf_longmem.models.reformer_lsh.modeling_reformer_lsh import ReformerLSHForCausalLM, ReformerLSHModel
     from hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads import (
         ReformerLSHForMaskedLM,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         ReformerLSHForSequenceClassification,
         ReformerLSHForTokenClassification,
     )
+    from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
     from hf_longmem.training.metrics import streaming_perplexity
 
 __all__ = [
@@ -52,14 +52,16 @@ __all__ = [
     "streaming_perplexity",
 ]
 
-_HEAVY = {
+_PUBLIC = {
     "hf_longmem.models.infinite_cache": {"InfiniteFormerCache"},
+    "hf_longmem.models.infinite_former.configuration_infinite_former": {"InfiniteFormerConfig"},
     "hf_longmem.models.infinite_former.modeling_infinite_former": {"InfiniteFormerForCausalLM", "InfiniteFormerModel"},
     "hf_longmem.models.infinite_former.modeling_infinite_former_heads": {
         "InfiniteFormerForSequenceClassification",
         "InfiniteFormerForTokenClassification",
     },
     "hf_longmem.models.infinite_former.retention": {"memory_retention"},
+    "hf_longmem.models.reformer_lsh.configuration_reformer_lsh": {"ReformerLSHConfig"},
     "hf_longmem.models.reformer_lsh.modeling_reformer_lsh": {"ReformerLSHForCausalLM", "ReformerLSHModel"},
     "hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads": {
         "ReformerLSHForMaskedLM",
@@ -67,12 +69,13 @@ _HEAVY = {
         "ReformerLSHForSequenceClassification",
         "ReformerLSHForTokenClassification",
     },
+    "hf_longmem.models.reformer_lsh.tokenization_reformer_lsh": {"ReformerLSHByteTokenizer"},
     "hf_longmem.training.metrics": {"streaming_perplexity"},
 }
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HEAVY.items():
+    for module, names in _PUBLIC.items():
         if name in names:
             return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -82,4 +85,14 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register()
+def _register() -> None:
+    # The operators serve those who have torch alone.
+    try:
+        found = find_spec("transformers") is not None
+    except ImportError:
+        found = False
+    if found:
+        import_module("hf_longmem.models.auto").register()
+
+
+_register()

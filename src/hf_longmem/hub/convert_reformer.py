@@ -77,7 +77,7 @@ def to_reformer(source: str | Path, destination: str | Path) -> Conversion:
     destination = _empty(destination)
     saved = _config_of(source, ReformerLSHConfig.model_type, "reformer_lsh")
     theirs = {ours: theirs for theirs, ours in ARCHITECTURES.items()}
-    (name,) = saved.get("architectures") or ["ReformerLSHModel"]
+    name = (saved.get("architectures") or ["ReformerLSHModel"])[0]
     if name not in theirs:
         raise ValueError(complaint(f"the model must be one of {', '.join(theirs)}", name, "save it as one of these"))
     ours, loading = _our_class(name).from_pretrained(source, output_loading_info=True)

@@ -74,7 +74,7 @@ class LocalAttention(nn.Module):
             cache: attends with these tokens to those it remembers, in place of the operator.
 
         Returns:
-            ``[B, T, E]``, and weights ``[B, H, T, T]`` (rows sum to 1) or None.
+            ``[B, T, E]``, and weights ``[B, H, T, T]`` (rows of real tokens sum to 1) or None.
         """
         q_BHTD = self._split_heads(self.q_proj(hidden_states))
         k_BHTD = self._split_heads(self.k_proj(hidden_states))

@@ -30,6 +30,7 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
         position_ids: Tensor | None = None,
         cache: Any = None,
         inputs_embeds: Tensor | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         return_dict = kwargs.pop("return_dict", None)
@@ -50,7 +51,7 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
             if position_ids is not None:
                 position_ids = position_ids.expand(order.shape).gather(1, order)
         outputs = forward(
-            self, input_ids, attention_mask, position_ids, cache, inputs_embeds, return_dict=True, **kwargs
+            self, input_ids, attention_mask, position_ids, cache, inputs_embeds, *args, return_dict=True, **kwargs
         )
         if order is not None:
             _restore(outputs, torch.argsort(order, dim=1))

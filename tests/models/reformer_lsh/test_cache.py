@@ -296,3 +296,12 @@ def test_a_refused_call_leaves_the_cache_as_it_was(model):
         with pytest.raises(ValueError, match=r"must stay|attention maps"):
             model(ids[:, 6:], cache=cache, **wrong)
     torch.testing.assert_close(model(ids[:, 6:], cache=cache).logits, model(ids).logits[:, 6:], atol=1e-5, rtol=1e-5)
+
+
+def test_checkpointed_layers_take_no_cache():
+    model = build()
+    with torch.no_grad():
+        cache = model(tokens(1, 10)).cache
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="layers that are checkpointed in training take no cache"):
+        model.train()(tokens(1, 2), cache=cache)

@@ -256,6 +256,8 @@ def test_sampling_follows_the_seed_and_beams_score_at_least_as_well_as_greedy(ca
         ({"input_ids": torch.tensor([[1]]), "inputs_embeds": torch.zeros(1, 1, 32)}, "exactly one of .*, got both"),
         ({}, "exactly one of input_ids and inputs_embeds must be given, got neither"),
         ({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 1, 4, 4)}, "two axes"),
+        ({"inputs_embeds": torch.zeros(1, 4, 1)}, r"embeddings \[batch, tokens, 32\], got \(1, 4, 1\)"),
+        ({"input_ids": torch.ones(4).long()}, r"inputs must be ids \[batch, tokens\] .*, got \(4,\)"),
     ],
 )
 def test_impossible_inputs_are_refused_in_plain_words(causal_lm: Make, inputs: dict[str, Any], message: str) -> None:

@@ -78,7 +78,8 @@ class InfiniteFormerForSequenceClassification(_InfiniteFormerClassifier):
     def _pool(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         if attention_mask is None:
             attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
-        real = attention_mask.to(hidden_states.device) != 0
+        # As in the model, a longer mask's last columns are those of the input.
+        real = attention_mask[:, -hidden_states.shape[1] :].to(hidden_states.device) != 0
         if self.config.classifier_pooling == "mean":
             total = hidden_states.masked_fill(~real[..., None], 0).sum(1)
             return total / real.sum(1, keepdim=True).clamp(min=1)

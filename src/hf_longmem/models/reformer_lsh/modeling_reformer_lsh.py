@@ -191,6 +191,9 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             check_cache(cache, rows, kinds, causal=causal, output_attentions=output_attentions)
             rounds = self.config.num_hashes if num_hashes is None else num_hashes
             check_hashing(cache, (rounds, self.config.hash_seed if hash_seed is None else hash_seed))
+            if self.gradient_checkpointing and self.training:
+                rule = "layers that are checkpointed in training take no cache"
+                raise ValueError(complaint(rule, "a cache", "pass use_cache=False, or call model.eval()"))
         elif use_cache and self.config.is_decoder and not output_attentions and not torch.is_grad_enabled():
             cache = DynamicCache(config=self.config)
         if num_hashes is not None and num_hashes < 1:
@@ -200,6 +203,10 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
         if input_ids is not None:
             _check_range("token ids", input_ids, self.embed_tokens.num_embeddings, "use the model's tokenizer")
         embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if embeddings.dim() != 3 or embeddings.shape[-1] != self.config.hidden_size:
+            rule = f"inputs must be ids [batch, tokens] or embeddings [batch, tokens, {self.config.hidden_size}]"
+            received = tuple((input_ids if inputs_embeds is None else inputs_embeds).shape)  # type: ignore[union-attr]
+            raise ValueError(complaint(rule, received, "add the batch axis, or use the model's own embeddings"))
         length = embeddings.shape[1]
         if not 0 < length <= self.config.num_positions:
             rule = f"an input must have from 1 to {self.config.num_positions} tokens (max_position_embeddings)"

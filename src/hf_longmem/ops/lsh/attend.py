@@ -269,7 +269,10 @@ def attend_tiles(
     lonely_BHT = lse_BHT < LONELY / 10
     if attention_mask is not None:
         lonely_BHT = lonely_BHT | ~attention_mask.bool()[:, None, :]
-    out_BHTD = torch.where(lonely_BHT.unsqueeze(-1), v_BHTD.to(exact), out_BHTD).to(qk_BHTD.dtype)
+    if dropout > 0.0 or attention_mask is not None:
+        # Without either, a lonely token's one key was itself and its output is its own value already.
+        out_BHTD = torch.where(lonely_BHT.unsqueeze(-1), v_BHTD.to(exact), out_BHTD)
+    out_BHTD = out_BHTD.to(qk_BHTD.dtype)
     return out_BHTD, lse_BHT.masked_fill(lonely_BHT, torch.inf), order_BHRT.int()
 
 
@@ -333,7 +336,7 @@ def attend_tiles_backward(
         table_SX, norm_S = _tables(qk_BHTD, v_BHTD)
         grad_out_SD = qk_BHTD.new_zeros(slots + 2, head_dim)
         grad_out_SD[:slots] = grad_out_BHTD.reshape(slots, head_dim)
-        delta_BHT = (grad_out_BHTD.to(exact) * out_BHTD.to(exact)).sum(-1)
+        delta_BHT = torch.linalg.vecdot(grad_out_BHTD.to(exact), out_BHTD.to(exact))
         # One gather fetches what a query needs: its length, log-sum-exp and delta.
         facts_3S = norm_S.new_full((3, slots + 2), torch.inf)
         facts_3S[0] = norm_S
@@ -365,7 +368,7 @@ def attend_tiles_backward(
         grad_q_SD.add_(_through_unit_length(grads_SX[:, :head_dim], table_SX[:, :head_dim], norm_S))
     grad_qk_BHTD = grad_q_SD[:slots].view(qk_BHTD.shape)
     grad_v_BHTD = grads_SX[:slots, head_dim:].view(qk_BHTD.shape)
-    grad_v_BHTD = torch.where(lonely_BHT1, grad_v_BHTD + grad_out_BHTD.to(exact), grad_v_BHTD)
+    grad_v_BHTD.addcmul_(grad_out_BHTD.to(exact), lonely_BHT1.to(exact))
     return grad_qk_BHTD.to(qk_BHTD.dtype).contiguous(), grad_v_BHTD.to(qk_BHTD.dtype).contiguous()
 
 

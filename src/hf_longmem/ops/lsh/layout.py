@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_longmem.ops._blocks import FORBIDDEN, LONELY
 
 # Scores computed at once: on a CPU a tile should stay in the second-level cache, an accelerator wants larger ones.
-SCORES_PER_TILE_CPU = 2**18
+SCORES_PER_TILE_CPU = 2**19
 SCORES_PER_TILE = 2**25
 QUERIES_PER_BLOCK = 32
 
@@ -98,17 +98,19 @@ class BucketLayout:
         gap = max(before, after) + 1
         largest = self.scale * self.slots * (gap + 1)
         dtype, far = (torch.int32, 2**30) if largest < 2**30 else (torch.int64, 2**62)
-        # Whole numbers up to 2^24 are exact in float32, and then need not be converted tile by tile.
-        exact = largest < 2**24
         row_offset_BH11 = (torch.arange(batch * heads, device=device) * length).view(batch, heads, 1, 1)
         order_RS = (order_BHRT + row_offset_BH11).permute(2, 0, 1, 3).reshape(rounds, self.slots)
         changes_RS = changes_BHRT.permute(2, 0, 1, 3).reshape(rounds, self.slots)
         codes_RS = torch.cumsum(changes_RS, dim=-1, dtype=dtype).mul_(gap)
         codes_RS.add_(torch.arange(self.slots, dtype=dtype, device=device)).mul_(self.scale)
+        if device.type == "cpu" and codes_RS.numel():
+            # The bound counts a change of bucket at every token; to look at the largest code is free on a CPU only.
+            largest = int(codes_RS[:, -1].max())
         self.codes_RS = torch.full((rounds, self.slots + 2), far, dtype=dtype, device=device)
         self.codes_RS[:, self.slots] = -far
         self.codes_RS.scatter_(1, order_RS, codes_RS)
-        if exact:
+        if largest < 2**24:
+            # Whole numbers up to 2^24 are exact in float32, and then need not be converted tile by tile.
             self.codes_RS = self.codes_RS.float()
         tail = self.blocks * self.queries - self.slots + pad_after
         self.sequence_RX = torch.cat(
