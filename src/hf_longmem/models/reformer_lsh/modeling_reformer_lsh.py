@@ -205,8 +205,9 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
         embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if embeddings.dim() != 3 or embeddings.shape[-1] != self.config.hidden_size:
             rule = f"inputs must be ids [batch, tokens] or embeddings [batch, tokens, {self.config.hidden_size}]"
-            received = tuple((input_ids if inputs_embeds is None else inputs_embeds).shape)  # type: ignore[union-attr]
-            raise ValueError(complaint(rule, received, "add the batch axis, or use the model's own embeddings"))
+            given: Any = input_ids if inputs_embeds is None else inputs_embeds
+            fix = "add the batch axis, or use the model's own embeddings"
+            raise ValueError(complaint(rule, tuple(given.shape), fix))
         length = embeddings.shape[1]
         if not 0 < length <= self.config.num_positions:
             rule = f"an input must have from 1 to {self.config.num_positions} tokens (max_position_embeddings)"
