@@ -1,7 +1,8 @@
 """What does one more token cost after a short and after a long text?
 
 Greedy decoding by `reformer_lsh` with its cache, beside transformers' Reformer with its own, and a GPT-2 of the same
-size with its key/value cache. The past is random tokens; each figure is the median over steps at that position.
+size with its key/value cache. The past is random tokens, for GPT-2 random keys and values (computing them at 100,000
+positions would take longer than everything else); each figure is the median over steps at that position.
 
     python benchmarks/decoding.py [--positions 1000 10000 100000] [--steps 20]
 """
@@ -23,7 +24,6 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, ReformerConf
 from hf_longmem import ReformerLSHConfig, ReformerLSHForCausalLM
 
 VOCAB, WIDTH, HEADS, LAYERS, CHUNK = 320, 256, 4, 4, 64
-PIECE = 4096
 
 
 def ours(positions: int) -> tuple[torch.nn.Module, Callable[[torch.Tensor, Any], Any]]:
@@ -77,7 +77,12 @@ def gpt2(positions: int) -> tuple[torch.nn.Module, Callable[[torch.Tensor, Any],
     model = GPT2LMHeadModel(config).eval()
 
     def step(ids: torch.Tensor, cache: Any) -> Any:
-        cache = DynamicCache(config=config) if cache is None else cache
+        if cache is None:
+            cache = DynamicCache(config=config)
+            for layer in range(LAYERS):
+                past = torch.randn(1, HEADS, ids.shape[1], WIDTH // HEADS)
+                cache.update(past, past.clone(), layer)
+            return cache
         return model(ids, cache=cache, use_cache=True, logits_to_keep=1).cache
 
     return model, step
@@ -92,10 +97,7 @@ def measure(name: str, position: int, steps: int, positions: int) -> tuple[float
     torch.manual_seed(0)
     _, step = CONTENDERS[name](positions)
     ids = torch.randint(3, VOCAB, (1, position))
-    cache = None
-    piece = position if name.startswith("transformers") else PIECE
-    for start in range(0, position, piece):
-        cache = step(ids[:, start : start + piece], cache)
+    cache = step(ids, None)
     times = []
     for _ in range(steps):
         begin = time.perf_counter()

@@ -174,4 +174,5 @@ def _summary(results: dict[str, float], unit: str, output: str | None) -> str:
     if output is not None:
         same = ", which gives the same loss when loaded again" if "bits" in results else ""
         lines.append(f"saved: {output}{same}")
+        lines.append(f"to use it: import hf_longmem, then AutoModelForCausalLM.from_pretrained({output!r})")
     return "\n".join(lines)

@@ -110,7 +110,8 @@ def _config_of(source: str | Path, model_type: str, kind: str) -> dict[str, Any]
         raise OSError(complaint(f"{source} must be a checkpoint", "no config.json", "check the path"))
     if saved.get("model_type") != model_type:
         rule = f"{source} must be a checkpoint of {kind} (model_type {model_type!r})"
-        raise ValueError(complaint(rule, repr(saved.get("model_type")), "check the path and the direction"))
+        fix = "check the path, and whether `--to reformer` is the direction you want"
+        raise ValueError(complaint(rule, repr(saved.get("model_type")), fix))
     return saved
 
 

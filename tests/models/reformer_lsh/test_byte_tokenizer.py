@@ -76,3 +76,9 @@ def test_auto_tokenizer_loads_it_and_pipelines_use_it(tmp_path: Path) -> None:
     (result,) = pipeline("text-generation", model=str(tmp_path))("né", max_new_tokens=4, do_sample=False)
     assert result["generated_text"].startswith("né")
     assert ReformerLSHConfig not in TOKENIZER_MAPPING
+
+
+@pytest.mark.parametrize("index", [-1, 258, 300])
+def test_an_id_that_is_no_byte_is_refused_in_plain_words(index: int) -> None:
+    with pytest.raises(ValueError, match=r"the id of a byte must lie in 2 \.\. 257, got"):
+        ReformerLSHByteTokenizer().decode([index])

@@ -216,7 +216,12 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
         if attention_mask is not None:
             # Padding, counted on after a row's real tokens, could leave the table.
             positions = torch.where(attention_mask, positions, 0)
-        _check_range("position_ids", positions, self.config.num_positions, "count positions from 0")
+        _check_range(
+            "position_ids",
+            positions,
+            self.config.num_positions,
+            "use a shorter text, or max_position_embeddings for more",
+        )
 
         rotary = None
         if self.position_embeddings is not None:

@@ -5,6 +5,8 @@ from typing import Any
 from transformers.tokenization_python import PreTrainedTokenizer
 from transformers.tokenization_utils_base import AddedToken
 
+from hf_longmem._errors import complaint
+
 _FIRST_BYTE = 2
 
 
@@ -50,6 +52,9 @@ class ReformerLSHByteTokenizer(PreTrainedTokenizer):
         return ord(token) + _FIRST_BYTE if len(token) == 1 and ord(token) < 256 else None
 
     def _convert_id_to_token(self, index: int) -> str:
+        if not _FIRST_BYTE <= index < self.vocab_size:
+            rule = f"the id of a byte must lie in {_FIRST_BYTE} .. {255 + _FIRST_BYTE}"
+            raise ValueError(complaint(rule, index, "decode the ids of a model with this tokenizer's vocabulary"))
         return chr(index - _FIRST_BYTE)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
