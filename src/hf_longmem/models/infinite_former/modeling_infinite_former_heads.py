@@ -1,6 +1,5 @@
 """Heads for tasks other than causal language modelling on the infinity-former."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from hf_longmem.layers.token_loss import head_cross_entropy
+from hf_longmem.models.classification import classification_loss, pool_tokens
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 from hf_longmem.models.infinite_former.modeling_infinite_former import (
     InfiniteFormerModel,
@@ -65,34 +65,12 @@ class InfiniteFormerForSequenceClassification(_InfiniteFormerClassifier):
             input_ids, position_ids, inputs_embeds, kwargs: see `InfiniteFormerModel`.
         """
         outputs = self._encode(kwargs, input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
-        logits = self.score(self.dropout(self._pool(outputs.last_hidden_state, attention_mask)))
+        pooled = pool_tokens(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
+        logits = self.score(self.dropout(pooled))
         loss = None
         if labels is not None:
-            problem = SimpleNamespace(num_labels=self.config.num_labels, problem_type=self._problem_type(labels))
-            loss = self.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=problem)
-            num_items = kwargs.get("num_items_in_batch")
-            if num_items is not None:
-                loss = loss * (labels.numel() / torch.as_tensor(num_items, device=loss.device))
+            loss = classification_loss(self, logits, labels, kwargs)
         return self._output(loss, logits, outputs, labels, kwargs)
-
-    def _pool(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        if attention_mask is None:
-            attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
-        # As in the model, a longer mask's last columns are those of the input.
-        real = attention_mask[:, -hidden_states.shape[1] :].to(hidden_states.device) != 0
-        if self.config.classifier_pooling == "mean":
-            total = hidden_states.masked_fill(~real[..., None], 0).sum(1)
-            return total / real.sum(1, keepdim=True).clamp(min=1)
-        last = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).argmax(-1)
-        return hidden_states.take_along_dim(last[:, None, None], 1).squeeze(1)
-
-    def _problem_type(self, labels: Tensor) -> str:
-        # transformers would write its guess into the config, where it would outlive these labels.
-        if self.config.problem_type is not None:
-            return self.config.problem_type
-        if self.config.num_labels == 1:
-            return "regression"
-        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 
 class InfiniteFormerForTokenClassification(_InfiniteFormerClassifier):

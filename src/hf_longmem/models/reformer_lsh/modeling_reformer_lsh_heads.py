@@ -1,10 +1,9 @@
 """Heads for tasks other than causal language modelling on the Reformer with LSH attention."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     MaskedLMOutput,
@@ -16,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from hf_longmem._errors import complaint
 from hf_longmem.layers.token_loss import head_cross_entropy
+from hf_longmem.models.classification import classification_loss, pool_tokens
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.modeling_reformer_lsh import (
     ReformerLSHModel,
@@ -101,38 +101,16 @@ class ReformerLSHForSequenceClassification(ReformerLSHPreTrainedModel):
             input_ids, position_ids, inputs_embeds, kwargs: see `ReformerLSHModel`.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        pooled = self._pool(outputs.last_hidden_state, attention_mask)
+        pooled = pool_tokens(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
         if self.config.classifier_activation is not None:
             pooled = self.act_fn(self.dense(self.dropout(pooled)))
         logits = self.score(self.dropout(pooled))
         loss = None
         if labels is not None:
-            problem = SimpleNamespace(num_labels=self.config.num_labels, problem_type=self._problem_type(labels))
-            loss = self.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=problem)
-            loss = _over_items(loss, labels, kwargs)
+            loss = classification_loss(self, logits, labels, kwargs)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-    def _pool(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        if attention_mask is None:
-            attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
-        # As in the model, a longer mask's last columns are those of the input.
-        real = attention_mask[:, -hidden_states.shape[1] :].to(hidden_states.device) != 0
-        if self.config.classifier_pooling == "mean":
-            total = hidden_states.masked_fill(~real[..., None], 0).sum(1)
-            return total / real.sum(1, keepdim=True).clamp(min=1)
-        order = torch.arange(1, real.shape[1] + 1, device=real.device)
-        token = (real * (order if self.config.classifier_pooling == "last" else order.flip(0))).argmax(-1)
-        return hidden_states.take_along_dim(token[:, None, None], 1).squeeze(1)
-
-    def _problem_type(self, labels: Tensor) -> str:
-        # transformers would write its guess into the config, where it would outlive these labels.
-        if self.config.problem_type is not None:
-            return self.config.problem_type
-        if self.config.num_labels == 1:
-            return "regression"
-        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 
 class ReformerLSHForTokenClassification(ReformerLSHPreTrainedModel):
@@ -216,15 +194,6 @@ class ReformerLSHForQuestionAnswering(ReformerLSHPreTrainedModel):
 def _classifier_dropout(config: ReformerLSHConfig) -> nn.Dropout:
     rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
     return nn.Dropout(rate)
-
-
-def _over_items(mean_loss: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Turn a mean over this batch's labels into its share of the mean that Trainer asks for over several batches."""
-    num_items = kwargs.get("num_items_in_batch")
-    if num_items is None:
-        return mean_loss
-    counted = labels.numel() if labels.is_floating_point() else (labels != -100).sum().to(mean_loss.device)
-    return mean_loss * (counted / torch.as_tensor(num_items, device=mean_loss.device))
 
 
 __all__ = [
