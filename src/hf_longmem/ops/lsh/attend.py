@@ -360,9 +360,9 @@ def attend_tiles_backward(
                 bias_unit=layout.bias_unit,
                 overwrite_bias=True,
             )
-            grads_YX = keys.new_zeros(keys.shape[0], 2 * head_dim)
-            tile.add_keys(grads_YX[:, :head_dim], grad_k_XMD)
-            tile.add_keys(grads_YX[:, head_dim:], grad_v_XMD)
+            grads_YX = keys.new_empty(keys.shape[0], 2 * head_dim)
+            tile.sum_keys(grads_YX[:, :head_dim], grad_k_XMD)
+            tile.sum_keys(grads_YX[:, head_dim:], grad_v_XMD)
             grads_SX.index_add_(0, tile.key_slots, grads_YX)
             grad_q_SD.index_add_(0, tile.query_slots, grad_q_XQD.flatten(0, 1))
         grad_q_SD.add_(_through_unit_length(grads_SX[:, :head_dim], table_SX[:, :head_dim], norm_S))

@@ -53,11 +53,12 @@ class Tile:
         """The rows of each block that are its queries, ``[blocks, queries, width]``, no copy."""
         return self.key_view(rows, self.first_query, self.queries)
 
-    def add_keys(self, rows: Tensor, grad_XMD: Tensor) -> None:
-        """Add what each block found for its keys to the gathered rows, in place."""
-        for first in range(0, self.keys, self.step):
-            part = slice(first, first + self.step)
-            self.key_view(rows, first, self.step).add_(grad_XMD[:, part])
+    def sum_keys(self, rows: Tensor, grad_XMD: Tensor) -> None:
+        """Fill the gathered rows with the sum of what the blocks found for them."""
+        self.key_view(rows, 0, self.step).copy_(grad_XMD[:, : self.step])
+        rows[self.blocks * self.step :] = 0.0
+        for first in range(self.step, self.keys, self.step):
+            self.key_view(rows, first, self.step).add_(grad_XMD[:, first : first + self.step])
 
 
 class BucketLayout:
