@@ -117,3 +117,13 @@ def keep_mask(weights: Tensor, dropout: float, generator: torch.Generator | None
     if dropout >= 1.0:
         return torch.zeros_like(weights)
     return torch.empty_like(weights).bernoulli_(1.0 - dropout, generator=generator).div_(1.0 - dropout)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Tiles, sums and log-sum-exps are float32 for every dtype but float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def seeded_generator(seed: Tensor | None, device: torch.device) -> torch.Generator | None:
+    """A generator on ``device`` that replays a seed, or None where nothing is dropped."""
+    return None if seed is None else torch.Generator(device).manual_seed(int(seed))

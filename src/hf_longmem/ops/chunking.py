@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_longmem._errors import complaint
+from hf_longmem.ops._blocks import wide_dtype
 
 __all__ = ["apply_in_chunks", "chunked_linear_cross_entropy"]
 
@@ -147,10 +148,6 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 # An operator of its own, so that compile and export see one node. It waits for the number of counted labels, which a
 # CUDA graph cannot record.
 @torch.library.custom_op("hf_longmem::summed_linear_cross_entropy", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -168,7 +165,7 @@ def _summed_loss(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the summed loss, the number of counted labels and the sum's gradients (empty where not needed)."""
-    wide = _wide(product_dtype)
+    wide = wide_dtype(product_dtype)
     grad_hidden_TE, grad_weight_VE, grad_bias_V = _gradient_buffers(
         hidden_TE, weight_VE, wide, need_hidden, need_weight, need_bias
     )
@@ -218,7 +215,7 @@ def _chunk_loss(
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of one chunk and its gradient with respect to the logits (undefined unless ``need_grad``)."""
     label_C1 = label_C.unsqueeze(1)
-    logits_CV = torch.mm(hidden_CE, weight_VE.t()).to(_wide(hidden_CE.dtype))
+    logits_CV = torch.mm(hidden_CE, weight_VE.t()).to(wide_dtype(hidden_CE.dtype))
     if bias_V is not None:
         logits_CV += bias_V
     # From here on one buffer turns from logits into probabilities into the gradient of the logits.
@@ -262,7 +259,7 @@ def _(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = _wide(product_dtype)
+    wide = wide_dtype(product_dtype)
     buffers = _gradient_buffers(hidden_TE, weight_VE, wide, need_hidden, need_weight, need_bias)
     return hidden_TE.new_zeros((), dtype=wide), labels_T.new_zeros((), dtype=torch.int64), *buffers
 

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longmem._errors import complaint
-from hf_longmem.ops._blocks import FORBIDDEN, LONELY, attend_blocks, attend_blocks_backward
+from hf_longmem.ops._blocks import (
+    FORBIDDEN,
+    LONELY,
+    attend_blocks,
+    attend_blocks_backward,
+    seeded_generator,
+    wide_dtype,
+)
 
 __all__ = ["local_attention"]
 
@@ -250,14 +257,6 @@ def _add_overlapping(total_BHTD: Tensor, grad_XMD: Tensor, plan: _Plan, tile: _T
     total_BHTD[tile.row, tile.head : tile.head_stop, first:last] += sum_hSD[:, first - low : last - low]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | None:
-    return None if seed is None else torch.Generator(device).manual_seed(int(seed))
-
-
 def _new_output(q_BHTD: Tensor) -> Tensor:
     """Laid out as ``[B, T, H, D]``: merging heads is then a view, and what the next layer saves is this very memory."""
     batch, heads, length, width = q_BHTD.shape
@@ -279,12 +278,12 @@ def _attend(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and each query's log-sum-exp, +inf where it sees no key."""
-    dtype, shape, length = _wide(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
+    dtype, shape, length = wide_dtype(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
     out_BHTD = _new_output(q_BHTD)
     lse_BHT = q_BHTD.new_empty(shape[:3], dtype=dtype)
     plan = _plan(shape, rule, chunk_length, chunks_before, chunks_after, causal, q_BHTD.device)
     bias_1QM = _block_bias(plan, rule, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
-    generator = _generator(seed, q_BHTD.device)
+    generator = seeded_generator(seed, q_BHTD.device)
     scale = 1.0 / math.sqrt(shape[-1])
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for tile in _tiles(plan, shape, bias_1QM, attention_mask):
@@ -328,12 +327,12 @@ def _attend_backward(
     causal: bool,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, shape, length = _wide(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
+    dtype, shape, length = wide_dtype(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
     grad_q_BHTD = torch.empty_like(q_BHTD)
     grad_k_BHTD, grad_v_BHTD = torch.zeros_like(k_BHTD, dtype=dtype), torch.zeros_like(v_BHTD, dtype=dtype)
     plan = _plan(shape, rule, chunk_length, chunks_before, chunks_after, causal, q_BHTD.device)
     bias_1QM = _block_bias(plan, rule, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
-    generator = _generator(seed, q_BHTD.device)
+    generator = seeded_generator(seed, q_BHTD.device)
     scale = 1.0 / math.sqrt(shape[-1])
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for tile in _tiles(plan, shape, bias_1QM, attention_mask):
@@ -376,7 +375,7 @@ def _(
     causal: bool,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    return _new_output(q_BHTD), q_BHTD.new_empty(q_BHTD.shape[:3], dtype=_wide(q_BHTD.dtype))
+    return _new_output(q_BHTD), q_BHTD.new_empty(q_BHTD.shape[:3], dtype=wide_dtype(q_BHTD.dtype))
 
 
 @_attend_backward.register_fake

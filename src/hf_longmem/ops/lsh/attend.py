@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_longmem._errors import complaint
-from hf_longmem.ops._blocks import LONELY, attend_blocks, attend_blocks_backward
+from hf_longmem.ops._blocks import LONELY, attend_blocks, attend_blocks_backward, seeded_generator, wide_dtype
 from hf_longmem.ops.lsh.layout import BucketLayout, ChunkLayout, Layout, Tile
 from hf_longmem.ops.lsh.naive import KEY_NORM_EPSILON
 from hf_longmem.ops.lsh.sorting import Candidates, Merge, pad_tokens, sort_by_bucket
@@ -172,7 +172,7 @@ def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
     head_dim = qk_BHTD.shape[-1]
     slots = qk_BHTD.numel() // head_dim
     qk_SD = qk_BHTD.reshape(slots, head_dim)
-    exact = _exact_dtype(qk_BHTD)
+    exact = wide_dtype(qk_BHTD.dtype)
     norm_S = qk_BHTD.new_zeros(slots + 2, dtype=exact)
     torch.linalg.vector_norm(qk_SD, dim=-1, dtype=exact, out=norm_S[:slots])
     norm_S.square_().add_(head_dim * KEY_NORM_EPSILON).sqrt_()
@@ -190,15 +190,6 @@ def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
 
 def _per_query(values_S: Tensor, tile: Tile) -> Tensor:
     return values_S.index_select(0, tile.query_slots).view(tile.blocks, tile.queries)
-
-
-def _exact_dtype(tensor: Tensor) -> torch.dtype:
-    """Tiles, sums and log-sum-exps are float32 for every dtype but float64."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | None:
-    return None if seed is None else torch.Generator(device).manual_seed(int(seed))
 
 
 def _through_unit_length(grad_SD: Tensor, keys_SD: Tensor, norm_S: Tensor) -> Tensor:
@@ -224,7 +215,7 @@ def attend_tiles(
     """Output ``[B, H, T, D]``, log-sum-exp ``[B, H, T]`` (+inf for a lonely token) and int32 order ``[B, H, R, T]``."""
     batch, heads, length, head_dim = qk_BHTD.shape
     slots = batch * heads * length
-    exact = _exact_dtype(qk_BHTD)
+    exact = wide_dtype(qk_BHTD.dtype)
     order_BHRT = sort_by_bucket(buckets_BHRT, attention_mask)
     out_SD = qk_BHTD.new_zeros(slots + 2, head_dim, dtype=exact)
     lse_S = out_SD.new_zeros(slots + 2)
@@ -241,7 +232,7 @@ def attend_tiles(
             merge,
         )
         table_SX, norm_S = _tables(qk_BHTD, v_BHTD)
-        generator = _generator(seed, qk_BHTD.device)
+        generator = seeded_generator(seed, qk_BHTD.device)
         for tile in layout.tiles():
             keys = table_SX.index_select(0, tile.key_slots).to(exact)
             q_XQD = tile.query_view(keys[:, :head_dim]) * _per_query(norm_S, tile).unsqueeze(-1)
@@ -291,7 +282,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(qk_BHTD, memory_format=torch.contiguous_format),
-        torch.empty(qk_BHTD.shape[:3], dtype=_exact_dtype(qk_BHTD), device=qk_BHTD.device),
+        torch.empty(qk_BHTD.shape[:3], dtype=wide_dtype(qk_BHTD.dtype), device=qk_BHTD.device),
         torch.empty(buckets_BHRT.shape, dtype=torch.int32, device=qk_BHTD.device),
     )
 
@@ -317,7 +308,7 @@ def attend_tiles_backward(
     """Gradients of ``qk`` and ``v`` from what :func:`attend_tiles` was given and returned."""
     batch, heads, length, head_dim = qk_BHTD.shape
     slots = batch * heads * length
-    exact = _exact_dtype(qk_BHTD)
+    exact = wide_dtype(qk_BHTD.dtype)
     grads_SX = qk_BHTD.new_zeros(slots + 2, 2 * head_dim, dtype=exact)
     grad_q_SD = qk_BHTD.new_zeros(slots + 2, head_dim, dtype=exact)
     lonely_BHT1 = lse_BHT.isinf().unsqueeze(-1)
@@ -343,7 +334,7 @@ def attend_tiles_backward(
         facts_3S[1, :slots] = lse_BHT.flatten()
         facts_3S[2, :slots] = delta_BHT.flatten()
         facts_3S[2, slots:] = 0.0
-        generator = _generator(seed, qk_BHTD.device)
+        generator = seeded_generator(seed, qk_BHTD.device)
         for tile in layout.tiles():
             keys = table_SX.index_select(0, tile.key_slots).to(exact)
             norm_XQ, lse_XQ, delta_XQ = facts_3S.index_select(1, tile.query_slots).view(3, tile.blocks, tile.queries)
