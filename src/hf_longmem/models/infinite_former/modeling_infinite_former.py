@@ -25,6 +25,7 @@ from hf_longmem.models.infinite_former.segments import Step, append, plan_steps,
 from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState, check_memory
 from hf_longmem.models.loading import CheckedLoading
 from hf_longmem.models.padding import compact_padding
+from hf_longmem.models.stream_memory import StreamMemory, carried_memory
 
 
 class InfiniteFormerLayer(GradientCheckpointingLayer):
@@ -161,6 +162,7 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @merge_with_config_defaults
     @compact_padding
+    @carried_memory
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -182,7 +184,8 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
             position_ids: not used: tokens are counted from each document's start.
             cache: `InfiniteFormerCache(config)`, or what an earlier call returned; the input goes on where it ended.
             use_cache: whether to return a cache. One is made where gradients are off (`torch.no_grad()`, `generate`).
-            memory: while training, what the last call returned, to go on with its documents.
+            memory: while training, what the last call returned, to go on with its documents; or a `StreamMemory`, which
+                is read and written in every mode.
             reset_memory: ``[B]``, rows that begin a new document; what ``cache`` or ``memory`` hold of them is
                 forgotten first.
             output_hidden_states: also return the embeddings and every layer's output.
@@ -323,7 +326,7 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        memory: InfiniteFormerMemory | None = None,
+        memory: InfiniteFormerMemory | StreamMemory | None = None,
         reset_memory: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
