@@ -1,4 +1,4 @@
-"""The duplication task is what the paper describes, and comes from its seed alone."""
+"""The synthetic tasks are what the papers describe, and come from their seeds alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longmem.data.synthetic import duplication
+from hf_longmem.data.synthetic import duplication, sorting
 
 
 @settings(deadline=None, max_examples=30)
@@ -58,3 +58,58 @@ def test_every_symbol_of_the_papers_task_occurs_about_equally_often() -> None:
 def test_impossible_sizes_are_refused(arguments: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         duplication(**arguments)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 5), st.integers(1, 60), st.integers(2, 20), st.integers(0, 2**32))
+def test_symbols_follow_by_falling_count_after_a_separator(rows: int, length: int, symbols: int, seed: int) -> None:
+    dataset = sorting(rows, length=length, num_symbols=symbols, generator=seed)
+    assert len(dataset) == rows
+    for row in dataset:
+        ids, labels = row["input_ids"], row["labels"]
+        text, answer = ids[:length], ids[length + 1 :]
+        assert ids[length] == symbols
+        assert all(0 <= symbol < symbols for symbol in text)
+        assert sorted(answer) == list(range(symbols))
+        counts = [text.count(symbol) for symbol in answer]
+        assert counts == sorted(counts, reverse=True)
+        assert labels == [-100] * (length + 1) + answer
+
+
+def test_frequencies_drift_from_one_distribution_to_another() -> None:
+    # The same seed and fewer symbols than rows: each row has distributions of its own, and its halves differ.
+    ids = torch.tensor(sorting(200, length=1000)["input_ids"])[:, :1000]
+    shares = [torch.stack([row.bincount(minlength=20) for row in part]) / part.shape[1] for part in ids.split(250, 1)]
+    distances = [(shares[0] - share).abs().sum(dim=1).mean() for share in shares]
+    assert distances[0] < distances[1] < distances[2] < distances[3]
+
+
+def test_equal_counts_are_in_random_order() -> None:
+    answers = torch.tensor(sorting(300, length=1, num_symbols=5)["input_ids"])[:, 2:]
+    # Of five symbols one occurs once; any of the four others may follow, whatever its number.
+    rises = (answers[:, 2:] > answers[:, 1:-1]).double().mean()
+    assert abs(rises - 0.5) < 0.1
+
+
+def test_who_counts_everything_is_right_about_as_often_as_said() -> None:
+    ids = torch.tensor(sorting(300, generator=5)["input_ids"])
+    counts = torch.stack([row.bincount(minlength=20) for row in ids[:, :1000]])
+    right = 0
+    for place in range(20):
+        answer = ids[:, 1001 + place]
+        right += int((counts.argmax(dim=1) == answer).sum())
+        counts.scatter_(1, answer[:, None], -1)
+    assert abs(right / ids[:, 1001:].numel() - 0.942) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"num_examples": 0}, "num_examples must be at least 1, got 0"),
+        ({"num_examples": 1, "num_symbols": 1}, "num_symbols must be at least 2, got 1"),
+        ({"num_examples": 1, "length": 0}, "length must be at least 1, got 0"),
+    ],
+)
+def test_impossible_sizes_of_sorting_are_refused(arguments: dict, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        sorting(**arguments)

@@ -1,0 +1,203 @@
+"""Does the continuous memory learn to count what it can no longer see?
+
+The sorting task of the infinity-former paper (section 4.1) at a reduced size: 1,000 symbols of 20 kinds whose
+frequencies drift, a separator, then the symbols by falling frequency, of which the model predicts each from those
+before it. It sees segments of 128 tokens and the 128 tokens before them; all else must come from the memory.
+
+    python benchmarks/sorting.py run fixed --seed 0 [--steps 5000] [--set num_samples=512]    # about 25 minutes
+    python benchmarks/sorting.py report
+
+Each run adds a line to a file of runs, `report` makes the results' tables from it: runs of several hours in all can be
+spread over processes and days.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from _report import RESULTS, origin, table, write
+from transformers import get_cosine_schedule_with_warmup
+
+from hf_longmem import InfiniteFormerConfig, InfiniteFormerForCausalLM
+from hf_longmem.data.synthetic import sorting
+
+LENGTH, SYMBOLS, SEGMENT, BATCH = 1000, 20, 128, 8
+EVALUATED = 1000
+WARMUP = 100
+SHOWN_EVERY = 500
+VARIANTS: dict[str, dict[str, Any]] = {
+    # Without memories the feed-forward part is wider, so that all variants have about as many parameters.
+    "none": {"memory_layers": (), "feed_forward_size": 576},
+    "fixed": {"memory_decay": 0.75},
+    "uniform": {"memory_decay": "uniform", "uniform_segments": 16},
+    "sticky": {"memory_decay": 0.75, "sticky_memories": True},
+}
+
+
+def main() -> None:
+    """Train and evaluate one model, or make the tables of all runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("variant", nargs="?", choices=list(VARIANTS), default="fixed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other fields of the config")
+    parser.add_argument("--note", default="", help="what is tried, for the table of tries")
+    parser.add_argument("--runs", type=Path, default=RESULTS / "sorting-runs.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.action == "report":
+        runs = [json.loads(line) for line in arguments.runs.read_text(encoding="utf-8").splitlines()]
+        print(write("sorting", report(runs), arguments.results))
+        return
+    changes = {name: yaml.safe_load(value) for name, value in (item.split("=", 1) for item in arguments.set)}
+    run = measure(arguments.variant, changes, arguments.seed, arguments.steps, arguments.learning_rate)
+    arguments.runs.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.runs.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(run | {"note": arguments.note}) + "\n")
+
+
+def measure(variant: str, changes: dict[str, Any], seed: int, steps: int, learning_rate: float) -> dict[str, Any]:
+    """Train one model and evaluate it on unseen sequences."""
+    torch.manual_seed(seed)
+    model = InfiniteFormerForCausalLM(config(variant, changes))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    started = time.process_time()
+    curve = train(model, seed, steps, learning_rate)
+    accuracy = evaluate(model, seed + 1_000_003, EVALUATED)
+    run = {
+        "variant": variant,
+        "changes": changes,
+        "seed": seed,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "parameters": parameters,
+        "accuracy": accuracy,
+        "curve": curve,
+        "cpu_minutes": (time.process_time() - started) / 60,
+    }
+    print(json.dumps(run), flush=True)
+    return run
+
+
+def config(variant: str, changes: dict[str, Any]) -> InfiniteFormerConfig:
+    """The model's config: width 96, 3 layers, 4 heads, rotary positions, no dropout, no regulariser."""
+    settings: dict[str, Any] = {
+        "vocab_size": SYMBOLS + 1,
+        "hidden_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "segment_length": SEGMENT,
+        "num_basis": 64,
+        "num_samples": 128,
+        "memory_kl_weight": 0.0,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    }
+    return InfiniteFormerConfig(**(settings | VARIANTS[variant] | changes))
+
+
+def train(model: InfiniteFormerForCausalLM, seed: int, steps: int, learning_rate: float) -> list[list[float]]:
+    """Train on fresh sequences at every step; the accuracy on the way, as [step, loss, accuracy]."""
+    optimizer = torch.optim.Adam(model.parameters(), learning_rate)
+    schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, steps)
+    generator = torch.Generator().manual_seed(seed)
+    curve, losses = [], []
+    for step in range(1, steps + 1):
+        batch = sorting(BATCH, length=LENGTH, num_symbols=SYMBOLS, generator=generator).with_format("torch")[:]
+        model.train()
+        loss = loss_of(model, batch["input_ids"], batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        if step % SHOWN_EVERY == 0 or step == steps:
+            curve.append([step, sum(losses) / len(losses), evaluate(model, seed + 2_000_003, 100)])
+            losses = []
+            print(curve[-1], flush=True)
+    return curve
+
+
+def loss_of(model: InfiniteFormerForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The training loss, and its gradients, of whole sequences.
+
+    With `bptt_segments` = 1 no gradient enters a segment from a later one, and all labels lie in the last: those before
+    only need to be remembered.
+    """
+    done = LENGTH // model.config.segment_length * model.config.segment_length
+    memory = None
+    if model.config.bptt_segments == 1:
+        with torch.no_grad():
+            memory = model.model(ids[:, :done]).memory
+        ids, labels = ids[:, done:], labels[:, done:]
+    return model(ids, labels=labels, memory=memory).loss
+
+
+@torch.no_grad()
+def evaluate(model: InfiniteFormerForCausalLM, seed: int, sequences: int) -> float:
+    """Percent of the answers' symbols predicted right, each given those before it."""
+    model.eval()
+    data = sorting(sequences, length=LENGTH, num_symbols=SYMBOLS, generator=seed).with_format("torch")
+    right = 0
+    for batch in data.iter(batch_size=50):
+        logits = model(batch["input_ids"][:, :-1], use_cache=False, logits_to_keep=SYMBOLS).logits
+        right += int((logits.argmax(dim=-1) == batch["labels"][:, -SYMBOLS:]).sum())
+    return 100 * right / (sequences * SYMBOLS)
+
+
+def report(runs: list[dict[str, Any]]) -> str:
+    """The tables of all runs: those of the task as set, and what else was tried."""
+    plain = [run for run in runs if not run["changes"] and not run["note"]]
+    tried = [run for run in runs if run not in plain]
+    rows = []
+    for variant in VARIANTS:
+        of_variant = sorted((run for run in plain if run["variant"] == variant), key=lambda run: run["seed"])
+        if of_variant:
+            accuracies = [run["accuracy"] for run in of_variant]
+            mean = f"{sum(accuracies) / len(accuracies):.1f}"
+            by_seed = ", ".join(f"{run['accuracy']:.1f} ({run['seed']})" for run in of_variant)
+            steps = ", ".join(str(steps) for steps in sorted({run["steps"] for run in of_variant}))
+            minutes = sum(run["cpu_minutes"] for run in of_variant) / len(of_variant)
+            rows.append([variant, f"{of_variant[0]['parameters']:,}", steps, mean, by_seed, f"{minutes:.0f}"])
+    main_table = table(["memory", "parameters", "steps", "mean", "accuracy (seed)", "CPU minutes"], rows)
+    sections = [_PREFACE, origin(), main_table]
+    if tried:
+        lines = [
+            [
+                run["note"] or "-",
+                run["variant"],
+                ", ".join(f"{name}={value}" for name, value in run["changes"].items()) or "-",
+                str(run["steps"]),
+                str(run["seed"]),
+                f"{run['accuracy']:.1f}",
+            ]
+            for run in tried
+        ]
+        sections += ["## What else was tried", table(["what", "memory", "changes", "steps", "seed", "accuracy"], lines)]
+    return "\n\n".join(sections) + "\n"
+
+
+_PREFACE = f"""# Sorting by frequency
+
+Accuracy in percent on the {SYMBOLS} sorted symbols of {EVALUATED} unseen sequences of {LENGTH} tokens, each symbol
+predicted from those before it. Width 96, 3 layers, 4 heads, segments and short-term window of {SEGMENT} tokens, N = 64,
+M = 128, Adam 1e-3 ({WARMUP} steps of warm-up, then a cosine to zero), batch {BATCH}, no dropout, no regulariser.
+
+Lines to compare with: guessing 17.9, counting the last 128 tokens about 35, counting everything 94 (equal counts are in
+an order that cannot be known). The authors' model, patched to run, after about 2,100 steps: 34.5 without memory, 50.8
+with it (one seed)."""
+
+
+if __name__ == "__main__":
+    main()
