@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from hf_longmem._errors import complaint
+from hf_longmem.ops.documents import document_numbers
 
 
 def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -18,8 +19,8 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     Each row's real tokens are moved to its front (in their order), and ``last_hidden_state``, ``hidden_states`` and
     ``attentions`` are put back into the caller's order. ``position_ids`` default to counting real tokens. Inside,
-    ``attention_mask`` is None or bool ``[B, T]`` with the padding last. Goes outside ``@capture_outputs``, so that
-    what that records is put back too.
+    ``attention_mask`` is None or bool ``[B, T]`` with the padding last, and ``document_ids``, where given, numbers the
+    documents of each row from 0. Goes outside ``@capture_outputs``, so that what that records is put back too.
     """
 
     @wraps(forward)
@@ -37,10 +38,11 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
         return_dict = self.config.return_dict if return_dict is None else return_dict
         tokens = input_ids if input_ids is not None else inputs_embeds
         order = None
+        document_ids = pop_documents(kwargs)
         if position_ids is not None and tokens is not None:
             _check_positions(position_ids, tokens)
         if attention_mask is not None and tokens is not None:
-            attention_mask = _real_tokens(attention_mask, tokens)
+            attention_mask = real_tokens(attention_mask, tokens)
         if attention_mask is not None and tokens is not None:
             order = torch.argsort(~attention_mask, dim=1, stable=True)
             attention_mask = attention_mask.gather(1, order)
@@ -50,6 +52,10 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
                 inputs_embeds = _reorder(inputs_embeds, order, 1)
             if position_ids is not None:
                 position_ids = position_ids.expand(order.shape).gather(1, order)
+        if document_ids is not None and tokens is not None:
+            document_ids = check_documents(document_ids, tokens)
+            document_ids = document_ids if order is None else document_ids.gather(1, order)
+            kwargs["document_ids"] = document_numbers(document_ids, attention_mask)
         outputs = forward(
             self, input_ids, attention_mask, position_ids, cache, inputs_embeds, *args, return_dict=True, **kwargs
         )
@@ -67,11 +73,25 @@ def _check_positions(position_ids: Tensor, tokens: Tensor) -> None:
         raise ValueError(complaint(rule, f"shape {list(position_ids.shape)}", "give one position per token"))
 
 
-def _real_tokens(attention_mask: Tensor, tokens: Tensor) -> Tensor | None:
+def pop_documents(kwargs: dict[str, Any]) -> Tensor | None:
+    """Take ``document_ids`` out of a forward's arguments, or ``seq_idx``: the same from DataCollatorWithFlattening."""
+    document_ids, alias = kwargs.pop("document_ids", None), kwargs.pop("seq_idx", None)
+    return alias if document_ids is None else document_ids
+
+
+def check_documents(document_ids: Tensor, tokens: Tensor) -> Tensor:
+    """The document ids on the device of the given tokens, ``[B, T]`` or ``[B, T, E]``, if they fit them."""
+    if document_ids.shape != tokens.shape[:2]:
+        rule = f"document_ids must be {list(tokens.shape[:2])}, as the input is"
+        raise ValueError(complaint(rule, f"shape {list(document_ids.shape)}", "give one id per token"))
+    return document_ids.to(tokens.device)
+
+
+def real_tokens(attention_mask: Tensor, tokens: Tensor) -> Tensor | None:
     """The mask of the given tokens as bool, None when it is known to hide nothing."""
     if attention_mask.dim() != 2:
         rule = "attention_mask must have two axes, [batch, tokens], with 0 for padding"
-        fix = "pass the tokenizer's mask; attention over packed documents is not supported"
+        fix = "pass the tokenizer's mask, and document_ids for documents packed in one row"
         raise ValueError(complaint(rule, f"shape {list(attention_mask.shape)}", fix))
     batch, length = tokens.shape[:2]
     if attention_mask.shape[0] != batch or attention_mask.shape[1] < length:

@@ -18,6 +18,7 @@ from hf_longmem.layers.continuous_attention import ContinuousAttention
 from hf_longmem.layers.feed_forward import FeedForward
 from hf_longmem.layers.short_term_attention import ShortTermAttention
 from hf_longmem.layers.token_loss import head_cross_entropy
+from hf_longmem.models.documents import next_token_labels, unpack_documents
 from hf_longmem.models.infinite_cache import InfiniteFormerCache, check_cache, keep
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 from hf_longmem.models.infinite_former.outputs import InfiniteFormerCausalLMOutput, InfiniteFormerModelOutput
@@ -161,6 +162,7 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @merge_with_config_defaults
+    @unpack_documents
     @compact_padding
     @carried_memory
     def forward(
@@ -189,6 +191,8 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
             reset_memory: ``[B]``, rows that begin a new document; what ``cache`` or ``memory`` hold of them is
                 forgotten first.
             output_hidden_states: also return the embeddings and every layer's output.
+            kwargs: ``document_ids``, integer ``[B, T]``, rising within a row: the tokens of one id are a document of
+                their own, computed as if alone. Excludes ``cache``, ``memory`` and ``reset_memory``; returns neither.
 
         Raises:
             ValueError: an empty input, both a cache and a memory, a cache or memory of another model or batch, and, on
@@ -328,6 +332,7 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         memory: InfiniteFormerMemory | StreamMemory | None = None,
         reset_memory: torch.Tensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> InfiniteFormerCausalLMOutput:
@@ -337,8 +342,8 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
             labels: ``[B, T]``, as ``input_ids`` (shifted in here), -100 where nothing is to be predicted. While
                 training, the loss is computed a few tokens' logits at a time and ``logits`` is None.
             logits_to_keep: compute logits for the last so many positions only, 0 for all.
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, memory, reset_memory: see
-                `InfiniteFormerModel`.
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, memory, reset_memory,
+                document_ids: see `InfiniteFormerModel`.
 
         Returns:
             ``loss`` if labels are given: the mean cross entropy, or its sum over ``num_items_in_batch``; while
@@ -357,6 +362,7 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             memory=memory,
             reset_memory=reset_memory,
+            document_ids=document_ids,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -364,7 +370,7 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
         if labels is not None:
             shift_labels = kwargs.get("shift_labels")
             if shift_labels is None:
-                shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+                shift_labels = next_token_labels(labels, document_ids)
             num_items = kwargs.get("num_items_in_batch")
             loss = head_cross_entropy(
                 self.lm_head,

@@ -8,6 +8,7 @@ from transformers.utils.generic import can_return_tuple
 
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.classification import classification_loss, pool_tokens
+from hf_longmem.models.documents import refuse_documents
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 from hf_longmem.models.infinite_former.modeling_infinite_former import (
     InfiniteFormerModel,
@@ -55,6 +56,7 @@ class InfiniteFormerForSequenceClassification(_InfiniteFormerClassifier):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> InfiniteFormerClassifierOutput:
         """Score every document.
@@ -62,8 +64,10 @@ class InfiniteFormerForSequenceClassification(_InfiniteFormerClassifier):
         Args:
             labels: classes ``[B]``, or floats ``[B]`` (regression) or ``[B, num_labels]`` (several classes at once).
             attention_mask: ``[B, T]``; what it hides is no part of the document, whatever its token id.
+            document_ids: refused, as a row has one score; give each document a row of its own.
             input_ids, position_ids, inputs_embeds, kwargs: see `InfiniteFormerModel`.
         """
+        refuse_documents(document_ids)
         outputs = self._encode(kwargs, input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
         pooled = pool_tokens(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
         logits = self.score(self.dropout(pooled))
@@ -84,6 +88,7 @@ class InfiniteFormerForTokenClassification(_InfiniteFormerClassifier):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> InfiniteFormerClassifierOutput:
         """Score every token.
