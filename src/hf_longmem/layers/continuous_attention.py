@@ -116,6 +116,14 @@ class ContinuousAttention(nn.Module):
             samples_BMN = sticky_samples(positions_BM, self.spec.basis)
         return write_memory(memory, x_BLE, self._maps(memory), write_B=write_B, samples_BMN=samples_BMN)
 
+    def unused(self) -> Tensor:
+        """Give a zero that depends on the parameters which only a write uses, so that each call gives them a gradient.
+
+        Without one, data-parallel training would wait for it.
+        """
+        zero = self.o_proj.weight.new_zeros(())
+        return zero if self.gate is None else sum((p.sum() * 0 for p in self.gate.parameters()), zero)
+
     def project(self, memory: MemoryState) -> MemoryProjection:
         """Project a memory to keys and values, to be read until the next write."""
         coefficients_BNE = memory.coefficients_BNE
@@ -161,6 +169,9 @@ class ContinuousAttention(nn.Module):
         divergence_BHT = gaussian_kl(read.variance_BHT, self.prior_std)
         divergence = torch.where(counted_BT[:, None], divergence_BHT, torch.zeros_like(divergence_BHT)).sum()
         out_BTE = self.o_proj(read.context_BHTD.transpose(1, 2).flatten(2))
+        if self.gate is not None:
+            # A call that writes nothing leaves the gate out, and DistributedDataParallel would wait for its gradient.
+            out_BTE = out_BTE + 0 * sum(parameter.sum() for parameter in self.gate.parameters())
         return out_BTE, memory, divergence, counted_BT.sum() * self.num_heads
 
     def _maps(self, memory: MemoryState) -> WriteMaps:
