@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_longmem._version import __version__
 
 if TYPE_CHECKING:
+    from hf_longmem.hub.bundle import bundle
     from hf_longmem.models.infinite_cache import InfiniteFormerCache
     from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
     from hf_longmem.models.infinite_former.modeling_infinite_former import (
@@ -48,11 +49,13 @@ __all__ = [
     "ReformerLSHForTokenClassification",
     "ReformerLSHModel",
     "__version__",
+    "bundle",
     "memory_retention",
     "streaming_perplexity",
 ]
 
 _PUBLIC = {
+    "hf_longmem.hub.bundle": {"bundle"},
     "hf_longmem.models.infinite_cache": {"InfiniteFormerCache"},
     "hf_longmem.models.infinite_former.configuration_infinite_former": {"InfiniteFormerConfig"},
     "hf_longmem.models.infinite_former.modeling_infinite_former": {"InfiniteFormerForCausalLM", "InfiniteFormerModel"},

@@ -33,6 +33,17 @@ _MODELS: dict[type[PreTrainedConfig], dict[str, tuple[str, str]]] = {
         "AutoModelForTokenClassification": (_REFORMER_HEADS, "ReformerLSHForTokenClassification"),
     },
 }
+MODEL_TYPES = tuple(config_class.model_type for config_class in _MODELS)
+
+
+def model_classes(model_type: str) -> dict[str, tuple[str, str]]:
+    """Give module and name of every class of an architecture of this package, its config's included, by Auto class.
+
+    Args:
+        model_type: one of ``MODEL_TYPES``.
+    """
+    config_class = next(config_class for config_class in _MODELS if config_class.model_type == model_type)
+    return {"AutoConfig": (config_class.__module__, config_class.__name__)} | _MODELS[config_class]
 
 
 class _NoModel(PreTrainedConfig):

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_longmem._errors import complaint
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import CACHE_LAYER_TYPES
+from hf_longmem.models.static_cache import refuse_static
 from hf_longmem.ops.local import decode as local_decode
 from hf_longmem.ops.lsh import decode as lsh_decode
 
@@ -169,6 +170,9 @@ class LocalCacheLayer(RecurrentAttentionLayer):
         return out_BHTD
 
 
+refuse_static(*CACHE_LAYER_TYPES.values())
+
+
 def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool, output_attentions: bool) -> None:
     """Refuse a cache that this model, or this call, cannot go on with.
 
@@ -176,6 +180,7 @@ def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool
         ValueError: its layers are not those of ``layer_types``, or another number of rows than the input; the model is
             bidirectional; attention maps are asked for.
     """
+    own_layers(cache, LSHCacheLayer, LocalCacheLayer)
     layers = cache.layers if isinstance(cache, Cache) else None
     foreign = [type(layer).__name__ for layer in layers or () if not isinstance(layer, RecurrentAttentionLayer)]
     if foreign or not layers:
@@ -195,6 +200,20 @@ def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool
     if seen_B is not None and len(seen_B) != rows:
         rule = f"the batch must have the cache's {len(seen_B)} rows"
         raise ValueError(complaint(rule, rows, "pass a new cache, or choose its rows with reorder_cache"))
+
+
+def own_layers(cache: Any, *classes: type[RecurrentAttentionLayer]) -> None:
+    """Replace a cache's empty layers of these types by layers of exactly these classes.
+
+    transformers knows one class of a layer type, the one defined last. Where models that were loaded as remote code
+    share a process, each has brought its own copy of this file.
+    """
+    by_type = {kind._layer_type: kind for kind in classes}
+    layers: list[Any] = cache.layers if isinstance(cache, Cache) else []
+    for index, layer in enumerate(layers):
+        kind = by_type.get(getattr(layer, "_layer_type", None))
+        if kind is not None and not isinstance(layer, kind) and not layer.get_seq_length():
+            layers[index] = kind()
 
 
 def check_hashing(cache: Cache, hashing: tuple[int, int]) -> None:

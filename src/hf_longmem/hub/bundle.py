@@ -1,0 +1,167 @@
+"""One checkpoint for both worlds: with this package installed, and without it by ``trust_remote_code=True``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from hf_longmem._errors import complaint
+from hf_longmem.hub.sources import flat_name, flat_sources
+from hf_longmem.models.auto import MODEL_TYPES, model_classes
+
+# What a checkpoint is made of. Pickles, code, optimizer states and folders of other checkpoints stay behind.
+_COPIED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
+_LEFT_BEHIND = ("trainer_state.json", "*_results.json")
+_TOKENIZERS = {"ReformerLSHByteTokenizer": "hf_longmem.models.reformer_lsh.tokenization_reformer_lsh"}
+
+
+def bundle(
+    model_or_dir: PreTrainedModel | str | Path,
+    out: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    push_to: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+) -> Path:
+    """Write a checkpoint with the code of its model, ``configuration_*.py``, ``modeling_*.py`` and siblings, beside it.
+
+    Who has this package installed loads it as ever. Who has not loads it by
+    ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)``, every head and the tokenizer likewise. The
+    files are this package's own sources, made flat; their first line names its version and commit.
+
+    Args:
+        model_or_dir: a model of this package, or the folder or the Hub's name of a checkpoint of one. Of a folder, the
+            weights, configs, tokenizer and card are taken, and nothing that Trainer keeps for resuming.
+        out: a folder that is empty or does not exist.
+        tokenizer: saved with the model.
+        push_to: name of a repository on the Hub, which is created if it does not exist, to upload the folder to.
+        private: whether a created repository is private; default, what the account has set.
+        token: of the account; default, the one it is logged in with.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the model is of another package, its weights are no safetensors, or ``out`` is not empty.
+        OSError: the checkpoint does not exist or is damaged.
+    """
+    destination = empty_folder(out)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".bundle-") as work:
+        folder = Path(work) / "bundle"
+        folder.mkdir()
+        if isinstance(model_or_dir, PreTrainedModel):
+            _check_type(model_or_dir.config.model_type, type(model_or_dir).__name__)
+            model_or_dir.save_pretrained(folder)
+        else:
+            _copy_checkpoint(model_or_dir, folder, token)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        _add_code(folder)
+        if destination.exists():
+            destination.rmdir()
+        # All or nothing: what went wrong above leaves no half of a checkpoint behind.
+        folder.rename(destination)
+    if push_to is not None:
+        push_folder(destination, push_to, private=private, token=token)
+    return destination
+
+
+def push_folder(folder: str | Path, name: str, *, private: bool | None = None, token: str | bool | None = None) -> str:
+    """Upload a folder to the repository ``name``, which is created if it does not exist, and give the commit's address.
+
+    Args:
+        folder: what to upload, all of it.
+        name: ``"user/name"``.
+        private: whether a created repository is private; default, what the account has set.
+        token: of the account; default, the one it is logged in with.
+    """
+    api = HfApi(token=token)
+    created = api.create_repo(name, private=private, exist_ok=True)
+    return str(api.upload_folder(folder_path=folder, repo_id=created.repo_id, commit_message="Upload a bundle"))
+
+
+def empty_folder(path: str | Path) -> Path:
+    """Give ``path`` if it is an empty folder or nothing yet.
+
+    Raises:
+        ValueError: it is a file, or a folder with something in it.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(complaint("the destination must be a folder", path, "name another one"))
+    if path.is_dir() and any(path.iterdir()):
+        rule, fix = "the destination must be empty", "name another folder, or empty it"
+        raise ValueError(complaint(rule, f"{path} with files in it", fix))
+    return path
+
+
+def _check_type(model_type: Any, source: Any) -> None:
+    if model_type not in MODEL_TYPES:
+        rule = f"{source} must be a model of this package ({', '.join(MODEL_TYPES)})"
+        raise ValueError(complaint(rule, f"model_type {model_type!r}", "check the path, or convert it first"))
+
+
+def _copy_checkpoint(source: str | Path, folder: Path, token: str | bool | None) -> None:
+    saved, _ = PreTrainedConfig.get_config_dict(source, token=token)
+    if not saved:
+        raise OSError(complaint(f"{source} must be a checkpoint", "no config.json", "check the path"))
+    _check_type(saved.get("model_type"), source)
+    if not Path(source).is_dir():
+        source = snapshot_download(str(source), allow_patterns=[*_COPIED], token=token)
+    left_behind = {file for pattern in _LEFT_BEHIND for file in Path(source).glob(pattern)}
+    for file in sorted({file for pattern in _COPIED for file in Path(source).glob(pattern)} - left_behind):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        rule, fix = f"{source} must hold its weights as safetensors", "load it and save it again by save_pretrained"
+        raise ValueError(complaint(rule, "none", fix))
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            rule = f"{Path(source) / file.name} must be whole"
+            raise OSError(complaint(rule, f"a damaged file ({error})", "download or copy it again")) from error
+
+
+def _add_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    classes = model_classes(config["model_type"])
+    auto_map = {auto: f"{flat_name(module)}.{name}" for auto, (module, name) in classes.items()}
+    _write_json(folder / "config.json", config | {"auto_map": auto_map})
+    modules = {module for module, _ in classes.values()}
+    models = {flat_name(module): name for auto, (module, name) in classes.items() if auto != "AutoConfig"}
+    tokenizer_config = folder / "tokenizer_config.json"
+    if tokenizer_config.is_file():
+        saved = json.loads(tokenizer_config.read_text(encoding="utf-8"))
+        saved.pop("auto_map", None)
+        if module := _TOKENIZERS.get(str(saved.get("tokenizer_class"))):
+            modules.add(module)
+            saved["auto_map"] = {"AutoTokenizer": [f"{flat_name(module)}.{saved['tokenizer_class']}", None]}
+        _write_json(tokenizer_config, saved)
+    for name, text in flat_sources(sorted(modules)).items():
+        others = {other: head for other, head in models.items() if other != Path(name).stem}
+        if Path(name).stem in models and others:
+            # transformers reads this, Python does not: who saves one head again gets the others' code too.
+            imports = [f"    from .{other} import {head}  # noqa: F401" for other, head in others.items()]
+            text = "\n".join([text, "if False:", *imports, ""])
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+__all__ = ["bundle", "empty_folder", "push_folder"]
