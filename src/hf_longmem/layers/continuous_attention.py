@@ -169,9 +169,6 @@ class ContinuousAttention(nn.Module):
         divergence_BHT = gaussian_kl(read.variance_BHT, self.prior_std)
         divergence = torch.where(counted_BT[:, None], divergence_BHT, torch.zeros_like(divergence_BHT)).sum()
         out_BTE = self.o_proj(read.context_BHTD.transpose(1, 2).flatten(2))
-        if self.gate is not None:
-            # A call that writes nothing leaves the gate out, and DistributedDataParallel would wait for its gradient.
-            out_BTE = out_BTE + 0 * sum(parameter.sum() for parameter in self.gate.parameters())
         return out_BTE, memory, divergence, counted_BT.sum() * self.num_heads
 
     def _maps(self, memory: MemoryState) -> WriteMaps:
