@@ -1,4 +1,4 @@
-"""How a call's tokens are cut at the borders of segments, row by row, and where each one's window lies.
+"""What each step of the infinity-former's segment loop does, and where the window of its queries lies.
 
 A window holds, for each row, the ``W`` tokens before its segment and then the segment's own so far. Place c of it is
 token ``c - W`` counted from the segment's start: the same in every row, however many tokens a row has read. What stands
@@ -13,18 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-class Move(NamedTuple):
-    """How a window becomes the next one: the kept stretch of it, then the new tokens.
-
-    index_BS picks each row's places from the old window and the new tokens side by side; without it every row keeps
-    the stretch ``start .. stop`` and appends.
-    """
-
-    start: int
-    stop: int
-    width: int
-    index_BS: Tensor | None
+from hf_longmem.models.segments import (
+    Move,
+    append,
+    cut_segments,
+    join_tokens,
+    move_window,
+    take_tokens,
+    taken_tokens,
+    token_order,
+)
 
 
 class Step(NamedTuple):
@@ -53,21 +51,10 @@ class Step(NamedTuple):
     holds: bool
 
 
-def append(window_BSE: Tensor, new_BTE: Tensor, move: Move) -> Tensor:
-    """Make the next window ``[B, move.width, E]`` out of the last one and the new tokens."""
-    if move.index_BS is None:
-        return torch.cat((window_BSE[:, move.start : move.stop], new_BTE), dim=1)[:, : move.width]
-    both = torch.cat((window_BSE, new_BTE), dim=1)
-    return both.gather(1, move.index_BS[..., None].expand(-1, -1, both.shape[-1]))
-
-
 def plan_steps(
     seen: list[int], counts: list[int], segment_length: int, window: int, old_width: int, device: torch.device
 ) -> Iterator[Step]:
-    """Cut new tokens at multiples of ``segment_length`` counted from each row's start.
-
-    A full segment is written when the token after it arrives, which no result can tell from an earlier write; so the
-    write is part of the graph of the step that first reads it.
+    """Plan the steps of a call, see `cut_segments`.
 
     Args:
         seen: how many real tokens each row has read.
@@ -80,71 +67,30 @@ def plan_steps(
     Yields:
         At least one step; none has more than L tokens a row.
     """
-    length, rows = segment_length, range(len(seen))
-    read, total = [0] * len(seen), list(seen)
-    while True:
-        offsets = [(t - 1) % length + 1 if t else 0 for t in total]
-        full = [offsets[b] == length and read[b] < counts[b] for b in rows]
-        offsets = [0 if f else offset for f, offset in zip(full, offsets, strict=True)]
-        takes = [min(length - offsets[b], counts[b] - read[b]) for b in rows]
-        most = max(*takes, 1)
-        width = window + max(1, *(offsets[b] + takes[b] for b in rows))
-        alike = len({*zip(offsets, full, strict=True)}) == 1
-        before = [min(window, total[b] - offsets[b]) for b in rows]
-
-        index_BS = None
-        if not alike:
-            place = torch.arange(width)
-            kept_B = torch.tensor([window + offset for offset in offsets])[:, None]
-            shift_B = torch.tensor([length if f else 0 for f in full])[:, None]
-            fresh_BS = old_width + (place - kept_B).clamp(0, most - 1)
-            index_BS = torch.where(place < kept_B, place + shift_B, fresh_BS).to(device)
-        shift = length if full[0] else 0
-        move = Move(shift, shift + window + offsets[0], width, index_BS)
-
-        tokens_BT = None
-        if len(set(read)) > 1:
-            tokens_BT = torch.tensor(read)[:, None] + torch.arange(most)
-            tokens_BT = tokens_BT.clamp(max=max(counts) - 1).to(device)
-        real_BT = None
-        if min(takes) < most:
-            real_BT = (torch.arange(most) < torch.tensor(takes)[:, None]).to(device)
+    for cut in cut_segments(seen, counts, segment_length):
+        move = move_window(cut, segment_length, window, old_width, device)
+        tokens_BT, real_BT = taken_tokens(cut, counts, device)
+        before = [min(window, total - offset) for total, offset in zip(cut.seen, cut.offsets, strict=True)]
         first = window - max(before)
-        places_BT, mask_BTS = _sight(offsets, before, window, most, first, width, device)
+        places_BT, mask_BTS = _sight(cut.offsets, before, window, cut.most, first, move.width, device)
         if real_BT is not None:
             # What a padding token computes is thrown away; it only has to be finite.
             mask_BTS = mask_BTS | ~real_BT[:, :, None]
-        write_B = None if all(full) else torch.tensor(full).to(device)
-        holds = any(total[b] > offsets[b] for b in rows)
-        yield Step(any(full), write_B, move, read[0], most, tokens_BT, real_BT, places_BT, first, mask_BTS, holds)
-        for b in rows:
-            read[b] += takes[b]
-            total[b] += takes[b]
-        old_width = width
-        if read == counts:
-            return
-
-
-def token_order(steps: list[Step], counts: list[int], num_tokens: int) -> Tensor | None:
-    """Where, among the outputs of all steps side by side, each of the call's tokens is: ``[B, T]``, None for in order.
-
-    Padding tokens get the place of a row's first token.
-    """
-    if all(step.tokens_BT is None and step.real_BT is None for step in steps) and set(counts) == {num_tokens}:
-        return None
-    order_BT = torch.zeros(len(counts), num_tokens, dtype=torch.long, device=steps[0].places_BT.device)
-    done_B1 = torch.zeros(len(counts), 1, dtype=torch.long, device=order_BT.device)
-    token_T = torch.arange(num_tokens, device=order_BT.device)
-    base = 0
-    for step in steps:
-        taken_B1 = torch.full_like(done_B1, step.length)
-        if step.real_BT is not None:
-            taken_B1 = step.real_BT.sum(dim=1, keepdim=True)
-        here_BT = (token_T >= done_B1) & (token_T < done_B1 + taken_B1)
-        order_BT = torch.where(here_BT, token_T - done_B1 + base, order_BT)
-        done_B1 = done_B1 + taken_B1
-        base += step.length
-    return order_BT
+        write_B = None if all(cut.full) else torch.tensor(cut.full).to(device)
+        yield Step(
+            write=any(cut.full),
+            write_B=write_B,
+            move=move,
+            start=cut.read[0],
+            length=cut.most,
+            tokens_BT=tokens_BT,
+            real_BT=real_BT,
+            places_BT=places_BT,
+            first=first,
+            mask_BTS=mask_BTS,
+            holds=cut.holds,
+        )
+        old_width = move.width
 
 
 def _sight(
@@ -158,3 +104,6 @@ def _sight(
     key_S = torch.arange(first, width)
     mask_BTS = (key_S >= oldest_B11) & (key_S <= places_BT[:, :, None])
     return places_BT.to(device), mask_BTS.to(device)
+
+
+__all__ = ["Move", "Step", "append", "join_tokens", "plan_steps", "take_tokens", "token_order"]
