@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hf_longmem._version import __version__
 
 if TYPE_CHECKING:
+    from hf_longmem.data.stream_collator import DataCollatorForStreams
+    from hf_longmem.data.streams import DocumentStreams
     from hf_longmem.hub.bundle import bundle
     from hf_longmem.models.infinite_cache import InfiniteFormerCache
     from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from hf_longmem.training.metrics import streaming_perplexity
 
 __all__ = [
+    "DataCollatorForStreams",
+    "DocumentStreams",
     "InfiniteFormerCache",
     "InfiniteFormerConfig",
     "InfiniteFormerForCausalLM",
@@ -55,6 +59,8 @@ __all__ = [
 ]
 
 _PUBLIC = {
+    "hf_longmem.data.stream_collator": {"DataCollatorForStreams"},
+    "hf_longmem.data.streams": {"DocumentStreams"},
     "hf_longmem.hub.bundle": {"bundle"},
     "hf_longmem.models.infinite_cache": {"InfiniteFormerCache"},
     "hf_longmem.models.infinite_former.configuration_infinite_former": {"InfiniteFormerConfig"},

@@ -170,8 +170,9 @@ def pack_documents(
 
     sequences: list[np.ndarray] = []
     pending = np.empty(0, dtype)
+    end = np.asarray([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype)
     for opened, row in enumerate(order.tolist(), start=1):
-        pending = np.concatenate([pending, *_token_pieces(documents[row]["text"], tokenizer, dtype)])
+        pending = np.concatenate([pending, *token_pieces(documents[row]["text"], tokenizer, dtype), end])
         full = len(pending) // sequence_length
         sequences += [pending[i * sequence_length : (i + 1) * sequence_length] for i in range(full)]
         pending = pending[full * sequence_length :]
@@ -185,6 +186,14 @@ def pack_documents(
     if not sequences:
         raise ValueError(complaint("there must be some text to train or evaluate on", "none", "give longer documents"))
     return Dataset.from_dict({"input_ids": sequences}, features=Features({"input_ids": List(Value(dtype.name))}))
+
+
+def token_pieces(text: str, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Tokenise a text of any length, a bounded piece at a time, without special tokens."""
+    for start in range(0, len(text), _PIECE_CHARACTERS):
+        piece = text[start : start + _PIECE_CHARACTERS]
+        ids = tokenizer(piece, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        yield np.asarray(ids, dtype)
 
 
 def _documents(rows: Iterable[tuple[str, str]]) -> Dataset:
@@ -235,12 +244,3 @@ def _split_one(documents: Dataset, held_out_fraction: float) -> DatasetDict:
         raise ValueError(complaint(f"{name} must be long enough to hold some text out", len(text), "give more text"))
     kept = min(max(round(len(text) * (1 - held_out_fraction)), 1), len(text) - 1)
     return DatasetDict(train=_documents([(name, text[:kept])]), held_out=_documents([(name, text[kept:])]))
-
-
-def _token_pieces(text: str, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> Iterator[np.ndarray]:
-    for start in range(0, len(text), _PIECE_CHARACTERS):
-        piece = text[start : start + _PIECE_CHARACTERS]
-        ids = tokenizer(piece, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        yield np.asarray(ids, dtype)
-    if tokenizer.eos_token_id is not None:
-        yield np.asarray([tokenizer.eos_token_id], dtype)
