@@ -6,23 +6,12 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-import httpx
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
-
 import hf_longmem  # noqa: F401 (registers the architectures)
 from hf_longmem.cli.errors import CommandError, user_mistakes
 from hf_longmem.hub.bundle import bundle
 from hf_longmem.hub.sources import source_version
 
-_MISTAKES = (
-    ValueError,
-    OSError,
-    HFValidationError,
-    HfHubHTTPError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    httpx.HTTPError,
-)
+_MISTAKES = (ValueError, OSError)
 
 
 class _Parser(argparse.ArgumentParser):

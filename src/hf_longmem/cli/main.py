@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a causal language model on text, evaluate, generate, save, and check what was saved",
     "convert": "convert checkpoints of transformers' Reformer, google/reformer-* among them, to reformer_lsh and back",
     "bundle": "write a checkpoint together with its model's code, for machines without hf-longmem",
+    "card": "write the model card of a checkpoint, or of a recipe",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import httpx
 from safetensors import SafetensorError, safe_open
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_longmem._errors import complaint
+from hf_longmem.hub.cards import CARD, facts_of_folder, write_card
 from hf_longmem.hub.sources import flat_name, flat_sources
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
 
@@ -35,9 +39,10 @@ def bundle(
 ) -> Path:
     """Write a checkpoint with the code of its model, ``configuration_*.py``, ``modeling_*.py`` and siblings, beside it.
 
-    Who has this package installed loads it as ever. Who has not loads it by
+    Who has this package installed loads the checkpoint as ever. Who has not loads it by
     ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)``, every head and the tokenizer likewise. The
-    files are this package's own sources, made flat; their first line names its version and commit.
+    files are this package's own sources, made flat; their first line names its version and commit. A model card is
+    written where there is none.
 
     Args:
         model_or_dir: a model of this package, or the folder or the Hub's name of a checkpoint of one. Of a folder, the
@@ -68,6 +73,11 @@ def bundle(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         _add_code(folder)
+        if not (folder / CARD).is_file():
+            facts = facts_of_folder(folder)
+            write_card(
+                folder, dataclasses.replace(facts, name=(push_to or destination.name).rpartition("/")[2], path=push_to)
+            )
         if destination.exists():
             destination.rmdir()
         # All or nothing: what went wrong above leaves no half of a checkpoint behind.
@@ -85,10 +95,20 @@ def push_folder(folder: str | Path, name: str, *, private: bool | None = None, t
         name: ``"user/name"``.
         private: whether a created repository is private; default, what the account has set.
         token: of the account; default, the one it is logged in with.
+
+    Raises:
+        OSError: the connection breaks off, or the hub refuses; then nothing of the repository has changed.
     """
     api = HfApi(token=token)
-    created = api.create_repo(name, private=private, exist_ok=True)
-    return str(api.upload_folder(folder_path=folder, repo_id=created.repo_id, commit_message="Upload a bundle"))
+    try:
+        created = api.create_repo(name, private=private, exist_ok=True)
+        return str(api.upload_folder(folder_path=folder, repo_id=created.repo_id, commit_message="Upload a bundle"))
+    except httpx.HTTPError as error:
+        if isinstance(error, HfHubHTTPError):
+            raise
+        rule = f"the upload of {folder} to {name} must come to its end"
+        fix = "the repository is as it was; push again, large files that have arrived are not sent again"
+        raise OSError(complaint(rule, f"{type(error).__name__}: {error}", fix)) from error
 
 
 def empty_folder(path: str | Path) -> Path:
