@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_longmem._errors import complaint
-from hf_longmem.models.cache import RecurrentAttentionLayer
+from hf_longmem.models.cache import RecurrentAttentionLayer, own_layers
 from hf_longmem.models.infinite_former.configuration_infinite_former import CACHE_LAYER_TYPE, InfiniteFormerConfig
 from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState
+from hf_longmem.models.static_cache import refuse_static
 from hf_longmem.ops.continuous import MemoryState
 
 _FORMAT = "hf_longmem.infinite_former.1"
@@ -24,6 +25,8 @@ _FORMAT = "hf_longmem.infinite_former.1"
 _FINGERPRINT = (
     "hidden_size",
     "num_hidden_layers",
+    "num_attention_heads",
+    "attention_head_size",
     "segment_length",
     "short_term_window",
     "memory_layers",
@@ -81,6 +84,9 @@ class InfiniteFormerCacheLayer(RecurrentAttentionLayer):
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None and self.seen_B is not None:
             self.state, self.seen_B = self.state.map(change), change(self.seen_B)
+
+
+refuse_static(CACHE_LAYER_TYPE)
 
 
 class InfiniteFormerCache(DynamicCache):
@@ -206,6 +212,7 @@ def check_cache(cache: Cache, config: InfiniteFormerConfig) -> InfiniteFormerMem
     Raises:
         ValueError: it has layers of another kind, another number of them, or comes from another config.
     """
+    own_layers(cache, InfiniteFormerCacheLayer)
     layers = cache.layers if isinstance(cache, Cache) else []
     foreign = [type(layer).__name__ for layer in layers if not isinstance(layer, InfiniteFormerCacheLayer)]
     if foreign or len(layers) != config.num_hidden_layers:

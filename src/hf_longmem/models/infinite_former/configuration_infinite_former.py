@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from hf_longmem.ops.continuous import RegressionSpec
 
 _INT32_MAX = 2**31 - 1
+_MOST_LAYERS = 2**16  # what holds one entry a layer is built before anything else could refuse it
+_LARGEST_MAPS = 2**30  # numbers in the maps of a write
 _CHOICES = {
     "position_embedding_type": ("rotary", "relative"),
     "sticky_draw": ("inverse_cdf", "multinomial"),
@@ -34,8 +36,8 @@ _COUNTS = (
 _COUNTS_FROM_ZERO = ("short_term_window", "chunk_size_feed_forward", "chunk_size_lm_head")
 _PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 
-# Solving for the eigenvalues of a larger contraction would make building a config slow.
-_LARGEST_CHECKED_BASIS = 512
+# Multiplications of a regression, N^2 (M + L). With more, checking its contraction would take over two seconds.
+_LARGEST_CHECKED_REGRESSION = 2**32
 
 # The cache layer of hf_longmem.models.infinite_cache registers itself with transformers under this name.
 CACHE_LAYER_TYPE = "infinite_former_memory"
@@ -88,7 +90,7 @@ class InfiniteFormerConfig(PreTrainedConfig):
 
     Raises:
         ValueError: a combination that cannot work, worded as rule, value received and fix. Among them a contraction
-            that amplifies the memory without bound (checked for even samples, and up to 512 basis functions).
+            that amplifies the memory without bound (checked for even samples, while ``N^2 (M + L)`` is at most 2^32).
 
     Example:
         >>> config = InfiniteFormerConfig(segment_length=128, num_basis=64)
@@ -151,10 +153,15 @@ class InfiniteFormerConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a saved dictionary with overrides, which are checked like everything else.
 
-        The base class sets overrides on the finished object, past every check.
+        The base class sets overrides on the finished object, past every check. What the saved config derived from a
+        value that is overridden is derived anew.
         """
         own_fields = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in own_fields}
+        if overrides:
+            saved = {field.name: config_dict.get(field.name, field.default) for field in fields(cls)}
+            derived = {name for name, value in _derived(saved).items() if _plain(saved[name]) == _plain(value)}
+            config_dict = {name: value for name, value in config_dict.items() if name not in derived}
         return super().from_dict(config_dict | overrides, **kwargs)
 
     @property
@@ -179,25 +186,16 @@ class InfiniteFormerConfig(PreTrainedConfig):
         return "uniform" if isinstance(self.memory_decay, str) else float(self.memory_decay)
 
     def _resolve(self) -> None:
-        if self.attention_head_size is None:
-            if self.hidden_size % self.num_attention_heads:
-                rule = "hidden_size must be divisible by num_attention_heads when attention_head_size is not given"
-                below = max(self.hidden_size // self.num_attention_heads, 1) * self.num_attention_heads
-                received = f"{self.hidden_size} and {self.num_attention_heads}"
-                raise ValueError(complaint(rule, received, f"use hidden_size={below}"))
-            self.attention_head_size = self.hidden_size // self.num_attention_heads
-        if self.feed_forward_size is None:
-            self.feed_forward_size = 4 * self.hidden_size
-        if self.short_term_window is None:
-            self.short_term_window = self.segment_length
-        if self.memory_layers is None:
-            self.memory_layers = tuple(range(self.num_hidden_layers))
-        self.memory_layers = tuple(self.memory_layers)
+        if self.attention_head_size is None and self.hidden_size % self.num_attention_heads:
+            rule = "hidden_size must be divisible by num_attention_heads when attention_head_size is not given"
+            below = max(self.hidden_size // self.num_attention_heads, 1) * self.num_attention_heads
+            received = f"{self.hidden_size} and {self.num_attention_heads}"
+            raise ValueError(complaint(rule, received, f"use hidden_size={below}"))
+        for name, value in _derived(vars(self)).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self.memory_layers = tuple(self.memory_layers)  # type: ignore[arg-type]
         self.basis_widths = tuple(float(width) for width in self.basis_widths)
-        if self.num_samples is None:
-            self.num_samples = 2 * self.num_basis
-        if self.uniform_segments is None:
-            self.uniform_segments = max(self.num_basis // max(len(self.basis_widths), 1), 1)
 
     def _check_sizes(self) -> None:
         for names, smallest in ((_COUNTS, 1), (_COUNTS_FROM_ZERO, 0)):
@@ -206,6 +204,9 @@ class InfiniteFormerConfig(PreTrainedConfig):
                 if value is not None and not smallest <= value <= _INT32_MAX:
                     fix = f"use {smallest}" if value < smallest else "use a smaller one"
                     raise ValueError(complaint(f"{name} must be from {smallest} to {_INT32_MAX}", value, fix))
+        if self.num_hidden_layers > _MOST_LAYERS:
+            rule = f"num_hidden_layers must be at most {_MOST_LAYERS}"
+            raise ValueError(complaint(rule, self.num_hidden_layers, "use fewer"))
 
     def validate_architecture(self) -> None:
         """Check every rule that spans values; run at construction and again when the config is saved."""
@@ -252,13 +253,39 @@ class InfiniteFormerConfig(PreTrainedConfig):
 
         spec = self.regression  # checks basis, widths and ridge
         tau = decay_tau(self.decay if self.memory_decay == "uniform" else self.memory_decay, self.uniform_segments)  # type: ignore[arg-type]
-        if not layers or self.num_basis > _LARGEST_CHECKED_BASIS:
+        if not layers:
+            return
+        points = self.num_samples + self.segment_length  # type: ignore[operator]
+        entries = self.uniform_segments if self.memory_decay == "uniform" else 1
+        size = self.num_basis * max(self.num_basis, points) * entries  # type: ignore[operator]
+        if size > _LARGEST_MAPS:
+            rule = f"the maps of a write must have at most {_LARGEST_MAPS} numbers"
+            fix = "use a smaller num_basis, segment_length, num_samples or uniform_segments"
+            raise ValueError(complaint(rule, size, fix))
+        if self.num_basis**2 * points > _LARGEST_CHECKED_REGRESSION:
             return
         radius = contraction_radius(spec, tau)
         if not radius < 1:
             rule = "a contraction must not amplify the memory, its spectral radius must be below 1"
             fix = "use more num_samples, wider basis_widths, a larger num_basis, or a smaller memory_decay"
             raise ValueError(complaint(rule, f"{radius:.2f} at tau = {tau:.3g}", fix))
+
+
+def _derived(values: dict[str, Any]) -> dict[str, Any]:
+    """What each value that may be left open is then."""
+    num_basis, widths = values["num_basis"], values["basis_widths"]
+    return {
+        "attention_head_size": values["hidden_size"] // values["num_attention_heads"],
+        "feed_forward_size": 4 * values["hidden_size"],
+        "short_term_window": values["segment_length"],
+        "memory_layers": tuple(range(values["num_hidden_layers"])),
+        "num_samples": 2 * num_basis,
+        "uniform_segments": max(num_basis // max(len(widths), 1), 1),
+    }
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 __all__ = ["InfiniteFormerConfig"]

@@ -5,121 +5,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from hf_longmem._errors import complaint
 from hf_longmem.layers.continuous_attention import ContinuousAttention
-from hf_longmem.layers.feed_forward import FeedForward
 from hf_longmem.layers.short_term_attention import ShortTermAttention
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.documents import next_token_labels, unpack_documents
 from hf_longmem.models.infinite_cache import InfiniteFormerCache, check_cache, keep
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
+from hf_longmem.models.infinite_former.layer import InfiniteFormerLayer
 from hf_longmem.models.infinite_former.outputs import InfiniteFormerCausalLMOutput, InfiniteFormerModelOutput
-from hf_longmem.models.infinite_former.segments import Step, append, plan_steps, token_order
+from hf_longmem.models.infinite_former.segments import join_tokens, plan_steps, take_tokens, token_order
 from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState, check_memory
 from hf_longmem.models.loading import CheckedLoading
 from hf_longmem.models.padding import compact_padding
 from hf_longmem.models.stream_memory import StreamMemory, carried_memory
-
-
-class InfiniteFormerLayer(GradientCheckpointingLayer):
-    """``y = x + ShortTerm(LN(x)) + LongTerm(LN(x))``, then ``y + FeedForward(LN(y))``."""
-
-    def __init__(self, config: InfiniteFormerConfig, layer_idx: int) -> None:
-        super().__init__()
-        sizes = (config.hidden_size, config.num_attention_heads, config.attention_head_size)
-        self.window: int = config.short_term_window  # type: ignore[assignment]  # resolved when the config was built
-        self.segment_length = config.segment_length
-        self.dropout = config.hidden_dropout_prob
-        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.self_attn = ShortTermAttention(
-            *sizes,  # type: ignore[arg-type]
-            positions=config.position_embedding_type,  # type: ignore[arg-type]
-            theta=config.rope_theta,
-            dropout=config.attention_probs_dropout_prob,
-        )
-        self.long_term_memory: ContinuousAttention | None = None
-        if layer_idx in config.memory_layers:  # type: ignore[operator]
-            self.long_term_memory = ContinuousAttention(
-                *sizes,  # type: ignore[arg-type]
-                spec=config.regression,
-                decay=config.decay,
-                uniform_segments=config.uniform_segments,
-                sticky=config.sticky_memories,
-                draw=config.sticky_draw,  # type: ignore[arg-type]
-                num_bins=config.histogram_bins,
-                variance_floor=config.memory_variance_floor,
-                prior_std=config.memory_prior_std,
-                gate=config.memory_gate == "convolution",
-                zero_init=config.memory_zero_init,
-            )
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = FeedForward(
-            config.hidden_size,
-            config.feed_forward_size,  # type: ignore[arg-type]
-            activation=ACT2FN[config.hidden_act],
-            dropout=config.hidden_dropout_prob,
-            chunk_size=config.chunk_size_feed_forward,
-        )
-
-    def empty_state(self, batch_size: int, device: torch.device) -> LayerState:
-        """Make a state that remembers nothing."""
-        weight = self.input_layernorm.weight
-        inputs_BSE = torch.zeros(batch_size, self.window, len(weight), dtype=weight.dtype, device=device)
-        memory = None
-        if self.long_term_memory is not None:
-            memory_dtype = torch.promote_types(weight.dtype, torch.float32)
-            memory = self.long_term_memory.empty(batch_size, device, memory_dtype)
-        return LayerState(inputs_BSE, None, None, memory)
-
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, step: Step
-    ) -> tuple[Tensor, LayerState, Tensor, Tensor]:
-        """Map ``[B, T, E]`` to the same, the state to the next one; also the regulariser's sum and number of terms."""
-        inputs = self.input_layernorm(hidden_states)
-        inputs_BSE = append(state.inputs_BSE, inputs, step.move)
-        reuse = not torch.is_grad_enabled()
-        keys, values, kept_keys, kept_values = self._keys_values(inputs, inputs_BSE, state, step, reuse)
-        attended = self.self_attn(inputs, keys, values, step.places_BT, step.first, step.mask_BTS)
-
-        memory, projection = state.memory, state.projection if reuse else None
-        divergence, terms = hidden_states.new_zeros(()), hidden_states.new_zeros(())
-        if self.long_term_memory is not None and memory is not None:
-            if step.write:
-                segment = state.inputs_BSE[:, self.window : self.window + self.segment_length]
-                memory, projection = self.long_term_memory.write(memory, segment, step.write_B), None
-            # An empty memory is read too where gradients may be asked for: none of its parameters goes without.
-            if step.holds or not reuse:
-                if projection is None:
-                    projection = self.long_term_memory.project(memory)
-                recalled, memory, divergence, terms = self.long_term_memory(inputs, projection, memory, step.real_BT)
-                attended = attended + recalled
-        hidden_states = hidden_states + nn.functional.dropout(attended, self.dropout, self.training)
-        fed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = hidden_states + nn.functional.dropout(fed_forward, self.dropout, self.training)
-        new_state = LayerState(inputs_BSE, kept_keys, kept_values, memory, projection if reuse else None)
-        return hidden_states, new_state, divergence, terms
-
-    def _keys_values(
-        self, inputs: Tensor, inputs_BSE: Tensor, state: LayerState, step: Step, reuse: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Keys and values from ``step.first`` on, and what of them is kept."""
-        if not reuse:
-            # As Transformer-XL does: the window's inputs are constants, their projections are not.
-            return *self.self_attn.keys_values(inputs_BSE[:, step.first :]), None, None
-        if state.keys_BSE is None or state.values_BSE is None:
-            keys, values = self.self_attn.keys_values(inputs_BSE)
-        else:
-            keys, values = self.self_attn.keys_values(inputs)
-            keys, values = append(state.keys_BSE, keys, step.move), append(state.values_BSE, values, step.move)
-        return keys[:, step.first :], values[:, step.first :], keys, values
+from hf_longmem.models.token_ids import check_range
 
 
 class InfiniteFormerPreTrainedModel(CheckedLoading):
@@ -176,6 +82,7 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
         memory: InfiniteFormerMemory | None = None,
         reset_memory: torch.Tensor | None = None,
         output_hidden_states: bool | None = None,
+        output_memory_loss: bool | None = None,
         **kwargs: Any,
     ) -> InfiniteFormerModelOutput:
         """Encode a batch of documents, or the next pieces of them.
@@ -191,6 +98,8 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
             reset_memory: ``[B]``, rows that begin a new document; what ``cache`` or ``memory`` hold of them is
                 forgotten first.
             output_hidden_states: also return the embeddings and every layer's output.
+            output_memory_loss: whether to return the regulariser; default, where gradients are on (a pipeline takes
+                every output for one that has a row for each input).
             kwargs: ``document_ids``, integer ``[B, T]``, rising within a row: the tokens of one id are a document of
                 their own, computed as if alone. Excludes ``cache``, ``memory`` and ``reset_memory``; returns neither.
 
@@ -205,7 +114,7 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
             fix = "pass memory while training and cache otherwise"
             raise ValueError(complaint("cache and memory exclude each other", "both", fix))
         if input_ids is not None:
-            _check_ids(input_ids, self.config.vocab_size)
+            check_range("token ids", input_ids, self.config.vocab_size, "use the model's tokenizer")
         embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         rows, length = embeddings.shape[:2]
         if length == 0:
@@ -224,11 +133,12 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
         if cache is not None:
             keep(cache, outputs.memory, length)  # type: ignore[arg-type]
         keep_memory = cache is None and (memory is not None or self.training)
+        keep_loss = torch.is_grad_enabled() if output_memory_loss is None else output_memory_loss
         return InfiniteFormerModelOutput(
             last_hidden_state=outputs.last_hidden_state,
             cache=cache,
             memory=outputs.memory if keep_memory else None,
-            memory_loss=outputs.memory_loss,
+            memory_loss=outputs.memory_loss if keep_loss else None,
             hidden_states=outputs.hidden_states,
         )
 
@@ -266,16 +176,19 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
         for number, step in enumerate(steps):
             if torch.is_grad_enabled() and number % config.bptt_segments == 0:
                 states = [layer_state.map(torch.Tensor.detach) for layer_state in states]
-            hidden_states = _take(embeddings, step)
+            hidden_states = take_tokens(embeddings, step)
             recorded = [hidden_states]
             for index, layer in enumerate(self.layers):
-                hidden_states, states[index], layer_total, layer_terms = layer(hidden_states, states[index], step)
+                given = hidden_states
+                hidden_states, states[index], layer_total, layer_terms = layer(given, states[index], step)
+                if config.bptt_segments > 1 and len(steps) > 1:
+                    _check_graph(given, states[index])
                 total, terms = total + layer_total, terms + layer_terms
                 recorded.append(hidden_states)
             outputs.append(recorded if output_hidden_states else recorded[-1:])
 
         order = token_order(steps, counts, embeddings.shape[1])
-        per_layer = [_join(parts, order) for parts in zip(*outputs, strict=True)]
+        per_layer = [join_tokens(parts, order) for parts in zip(*outputs, strict=True)]
         last_hidden_state = self.norm(per_layer[-1])
         kept = InfiniteFormerMemory(state.seen_B + torch.tensor(counts), tuple(states)).detach()
         return InfiniteFormerModelOutput(
@@ -286,25 +199,11 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
         )
 
 
-def _take(embeddings: Tensor, step: Step) -> Tensor:
-    if step.tokens_BT is None:
-        return embeddings[:, step.start : step.start + step.length]
-    return embeddings.take_along_dim(step.tokens_BT[..., None], dim=1)
-
-
-def _join(parts: tuple[Tensor, ...], order: Tensor | None) -> Tensor:
-    joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-    return joined if order is None else joined.take_along_dim(order[..., None], dim=1)
-
-
-def _check_ids(ids: Tensor, limit: int) -> None:
-    # A look at the values is free on the CPU only; elsewhere it would wait for the device, and be traced in a graph.
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
-        return
-    low, high = (int(value) for value in ids.aminmax())
-    if low < 0 or high >= limit:
-        rule = f"token ids must lie in 0 .. {limit - 1}"
-        raise ValueError(complaint(rule, low if low < 0 else high, "use the model's tokenizer"))
+def _check_graph(given: Tensor, state: LayerState) -> None:
+    if given.requires_grad and torch.is_grad_enabled() and not state.inputs_BSE.requires_grad:
+        rule = "bptt_segments above 1 needs gradients through what a layer remembers"
+        fix = 'pass {"use_reentrant": False} as gradient_checkpointing_kwargs, or use bptt_segments=1'
+        raise ValueError(complaint(rule, "a layer that cuts them, as reentrant checkpointing does", fix))
 
 
 class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
@@ -353,6 +252,8 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
         if use_cache and cache is None and memory is None and torch.is_grad_enabled() and not self.training:
             # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
             cache = InfiniteFormerCache(self.config)
+        if labels is not None:
+            kwargs.setdefault("output_memory_loss", True)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -27,7 +27,9 @@ class _InfiniteFormerClassifier(InfiniteFormerPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]
         self.post_init()
 
-    def _encode(self, kwargs: dict[str, Any], **inputs: Any) -> Any:
+    def _encode(self, kwargs: dict[str, Any], labels: Tensor | None, **inputs: Any) -> Any:
+        if labels is not None:
+            kwargs = {"output_memory_loss": True} | kwargs
         # A document is read whole, so that there is nothing to go on with.
         return self.model(**inputs, **(kwargs | {"use_cache": False, "return_dict": True}))
 
@@ -68,7 +70,9 @@ class InfiniteFormerForSequenceClassification(_InfiniteFormerClassifier):
             input_ids, position_ids, inputs_embeds, kwargs: see `InfiniteFormerModel`.
         """
         refuse_documents(document_ids)
-        outputs = self._encode(kwargs, input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
+        outputs = self._encode(
+            kwargs, labels, input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
+        )
         pooled = pool_tokens(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
         logits = self.score(self.dropout(pooled))
         loss = None
@@ -97,7 +101,9 @@ class InfiniteFormerForTokenClassification(_InfiniteFormerClassifier):
             labels: classes ``[B, T]``, -100 for tokens that do not count.
             input_ids, attention_mask, position_ids, inputs_embeds, kwargs: see `InfiniteFormerModel`.
         """
-        outputs = self._encode(kwargs, input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
+        outputs = self._encode(
+            kwargs, labels, input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
+        )
         hidden_states = self.dropout(outputs.last_hidden_state)
         loss = None
         if labels is not None:

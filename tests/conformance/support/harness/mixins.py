@@ -15,15 +15,22 @@ import transformers
 
 from . import source
 
-MODEL_TYPE = "reformer_lsh"
 # test_modeling_common decides by class name which labels a model takes.
 _CLASS_NAMES = {
-    "MODEL_MAPPING_NAMES": "ReformerLSHModel",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "ReformerLSHForCausalLM",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "ReformerLSHForMaskedLM",
-    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "ReformerLSHForQuestionAnswering",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "ReformerLSHForSequenceClassification",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "ReformerLSHForTokenClassification",
+    "infinite_former": {
+        "MODEL_MAPPING_NAMES": "InfiniteFormerModel",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "InfiniteFormerForCausalLM",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "InfiniteFormerForSequenceClassification",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "InfiniteFormerForTokenClassification",
+    },
+    "reformer_lsh": {
+        "MODEL_MAPPING_NAMES": "ReformerLSHModel",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "ReformerLSHForCausalLM",
+        "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "ReformerLSHForMaskedLM",
+        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "ReformerLSHForQuestionAnswering",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "ReformerLSHForSequenceClassification",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "ReformerLSHForTokenClassification",
+    },
 }
 _PIPELINE_TESTS = {
     "feature-extraction": "FeatureExtractionPipelineTests",
@@ -58,9 +65,10 @@ def _load_pipeline_tests() -> ModuleType:
 
 sys.path.append(str(source.fetch()))
 common = _load("test_modeling_common")
-for mapping, name in _CLASS_NAMES.items():
-    # A copy: the original is the one by which the Auto classes find models.
-    setattr(common, mapping, {**getattr(common, mapping), MODEL_TYPE: name})
+for model_type, names in _CLASS_NAMES.items():
+    for mapping, name in names.items():
+        # A copy: the original is the one by which the Auto classes find models.
+        setattr(common, mapping, {**getattr(common, mapping), model_type: name})
 fsdp = _load("test_fsdp_mixin")
 fsdp.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 pipeline = _load_pipeline_tests()

@@ -35,7 +35,9 @@ class FeatureExtractionPipelineTests(_PipelineTests):
 
     def check(self, pipe: Any, example: str, result: list[list[list[float]]]) -> None:
         features = torch.tensor(result)
-        assert features.shape[::2] == (1, pipe.model.config.last_hidden_size)
+        config = pipe.model.config
+        width = getattr(config, "last_hidden_size", config.hidden_size)  # reversible layers end in two streams
+        assert features.shape[::2] == (1, width)
         assert features.shape[1] >= len(pipe.tokenizer(example).input_ids)
         assert features.isfinite().all()
 

@@ -8,16 +8,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 # reason: names of tests
-SKIPS: dict[str, tuple[str, ...]] = {
+_BOTH_FAMILIES: dict[str, tuple[str, ...]] = {
     # What the architecture does not have.
-    "LSH and windowed attention are operators of their own: neither SDPA nor flash nor flex attention runs in them": (
-        "test_eager_matches_sdpa_inference*",
-        "test_flash_attn_*",
-        "test_flex_attention_with_grads",
-        "test_sdpa_can_*",
-        "test_can_set_attention_dynamically",
-        "test_sliding_window_mask",
-    ),
     "a single model for text: no parts with configurations of their own, no images, no sound": (
         "test_attn_implementation_composite_models",
         "test_can_set_attention_dynamically_composite_model",
@@ -49,13 +41,7 @@ SKIPS: dict[str, tuple[str, ...]] = {
         "test_moe_models_record_router_logits",
         "test_output_router_logits_from_config",
     ),
-    "rotary positions, where chosen, are plain: no scaling, no partial rotation": ("test_model_rope_*",),
-    "every weight may be stored in half precision; the streams are float32 whatever the weights are": (
-        "test_keep_in_fp32_modules*",
-    ),
     "no sequence-to-sequence head": ("test_encoder_decoder_loss_no_double_shift",),
-    "the bidirectional model has no head that shifts labels": ("test_causal_lm_loss_honors_shift_labels",),
-    "a classifier takes no cache, and a bidirectional model returns none": ("test_bc_cache_name_forward",),
     "weights are saved under the names they have in the model": (
         "test_reverse_loading_mapping",
         "test_can_load_from_already_mapped_keys",
@@ -78,10 +64,58 @@ SKIPS: dict[str, tuple[str, ...]] = {
     "needs an accelerator and RUN_SLOW=1": ("test_torch_compile_for_training",),
 }
 
+REFORMER_LSH: dict[str, tuple[str, ...]] = {
+    **_BOTH_FAMILIES,
+    "LSH and windowed attention are operators of their own: neither SDPA nor flash nor flex attention runs in them": (
+        "test_eager_matches_sdpa_inference*",
+        "test_flash_attn_*",
+        "test_flex_attention_with_grads",
+        "test_sdpa_can_*",
+        "test_can_set_attention_dynamically",
+        "test_sliding_window_mask",
+    ),
+    "rotary positions, where chosen, are plain: no scaling, no partial rotation": ("test_model_rope_*",),
+    "every weight may be stored in half precision; the streams are float32 whatever the weights are": (
+        "test_keep_in_fp32_modules*",
+    ),
+    "the bidirectional model has no head that shifts labels": ("test_causal_lm_loss_honors_shift_labels",),
+    "a classifier takes no cache, and a bidirectional model returns none": ("test_bc_cache_name_forward",),
+}
 
-def reason_to_skip(test_name: str) -> str | None:
+INFINITE_FORMER: dict[str, tuple[str, ...]] = {
+    **_BOTH_FAMILIES,
+    "short-term attention is always SDPA, and reading the memory an operator of its own: there is nothing to choose": (
+        "test_eager_matches_sdpa_inference*",
+        "test_flash_attn_*",
+        "test_flex_attention_with_grads",
+        "test_sdpa_can_*",
+        "test_can_set_attention_dynamically",
+        "test_sliding_window_mask",
+    ),
+    "an attention over a window that moves and a density over the past: there is no map from tokens to tokens": (
+        "test_attention_outputs",
+    ),
+    "a layer runs once a segment; the model, and no hook on a layer, puts hidden states together": (
+        "test_can_capture_specific_layers_hidden_states",
+        "test_capture_outputs_decorator",
+    ),
+    "rotary positions count within the window, and are plain: no scaling, no partial rotation": ("test_model_rope_*",),
+    "positions have no table": ("test_resize_position_vector_embeddings",),
+    "every weight may be stored in half precision; the memory is float32 whatever the weights are": (
+        "test_keep_in_fp32_modules*",
+    ),
+    "a causal model": ("test_pipeline_fill_mask*",),
+    "takes and returns a cache class of its own, under either name: tests/models/infinite_former": (
+        "test_bc_cache_name_forward",
+    ),
+}
+
+_OF_FILE = {"test_infinite_former.py": INFINITE_FORMER, "test_reformer_lsh.py": REFORMER_LSH}
+
+
+def reason_to_skip(test_file: str, test_name: str) -> str | None:
     """The listed reason for which a test may skip, None if there is none."""
-    for reason, patterns in SKIPS.items():
+    for reason, patterns in _OF_FILE.get(test_file, {}).items():
         if any(fnmatchcase(test_name, pattern) for pattern in patterns):
             return reason
     return None
