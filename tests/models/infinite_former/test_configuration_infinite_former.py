@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 from hf_longmem.ops.continuous import contraction_radius
+from hf_longmem.ops.continuous.regression import solve_write_maps
 
 
 def test_what_is_left_open_is_derived() -> None:
@@ -29,6 +32,38 @@ def test_saving_and_loading_gives_the_same_config(options: dict[str, Any], tmp_p
     loaded = InfiniteFormerConfig.from_pretrained(tmp_path)
     assert loaded.to_dict() == config.to_dict()
     assert loaded.regression == config.regression
+
+
+@pytest.mark.parametrize(
+    ("override", "derived"),
+    [
+        ({"num_hidden_layers": 3}, {"memory_layers": (0, 1, 2)}),
+        ({"num_basis": 64}, {"num_samples": 128, "uniform_segments": 32}),
+        ({"segment_length": 64}, {"short_term_window": 64}),
+        ({"num_attention_heads": 8}, {"attention_head_size": 32}),
+        ({"hidden_size": 128}, {"attention_head_size": 32, "feed_forward_size": 512}),
+        ({"basis_widths": [0.01, 0.02, 0.05]}, {"uniform_segments": 85}),
+        ({"num_basis": 64, "num_samples": 64}, {"num_samples": 64, "uniform_segments": 32}),
+        ({"memory_decay": 0.5}, {"memory_layers": (0, 1, 2, 3, 4, 5), "num_samples": 512, "short_term_window": 256}),
+    ],
+)
+def test_what_was_derived_follows_what_is_overridden_while_loading(
+    override: dict[str, Any], derived: dict[str, Any], tmp_path: Any
+) -> None:
+    InfiniteFormerConfig().save_pretrained(tmp_path)
+    loaded = InfiniteFormerConfig.from_pretrained(tmp_path, **override)
+    assert {name: getattr(loaded, name) for name in derived} == derived
+    assert loaded.to_dict() == InfiniteFormerConfig(**override).to_dict() | {"architectures": None}
+
+
+def test_what_was_chosen_stays_while_loading_or_says_what_to_pass(tmp_path: Any) -> None:
+    chosen = {"memory_layers": (1, 3), "num_samples": 300, "short_term_window": 8, "uniform_segments": 9}
+    InfiniteFormerConfig(**chosen).save_pretrained(tmp_path)
+    loaded = InfiniteFormerConfig.from_pretrained(tmp_path, num_basis=128, segment_length=64, num_hidden_layers=4)
+    assert {name: getattr(loaded, name) for name in chosen} == chosen
+    with pytest.raises(ValueError, match=r"memory_layers must be rising layer indices from 0 to 2, got \(1, 3\)"):
+        InfiniteFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+    assert InfiniteFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3, memory_layers=[1]).memory_layers == (1,)
 
 
 def test_overrides_while_loading_are_checked(tmp_path: Any) -> None:
@@ -74,3 +109,34 @@ def test_a_contraction_that_amplifies_without_bound_is_refused() -> None:
     explosive["num_samples"] = 64
     config = InfiniteFormerConfig(**explosive)
     assert contraction_radius(config.regression, 0.9) < 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_basis": 10**9},
+        {"num_samples": 10**9},
+        {"segment_length": 10**9},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10**12},
+        {"hidden_size": 10**12},
+        {"uniform_segments": 10**9, "memory_decay": "uniform"},
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_allocated(options: dict[str, Any]) -> None:
+    # Far above what a config's checks need, far below what any of these sizes would take.
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"must .* got \d+; use"):
+            InfiniteFormerConfig(**options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_a_large_basis_costs_a_config_nothing() -> None:
+    calls = solve_write_maps.cache_info().misses
+    config = InfiniteFormerConfig(num_basis=4096, segment_length=4096)
+    assert config.num_samples == 8192
+    assert solve_write_maps.cache_info().misses == calls

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from hf_longmem.models.infinite_cache import InfiniteFormerCache
 
@@ -65,6 +65,36 @@ def test_a_left_padded_prompt_generates_what_it_does_alone(causal_lm: Make, toke
     together = generate(model, ids.masked_fill(mask == 0, 0), attention_mask=mask)
     assert torch.equal(together[0, 50:], generate(model, ids[:1, 23:])[0, 27:])
     assert torch.equal(together[1, 50:], generate(model, ids[1:])[0, 50:])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_embeddings_generate_what_their_ids_do(causal_lm: Make, tokens: Make, use_cache: bool) -> None:
+    model, ids = causal_lm(), tokens(2, 27)
+    embeddings = model.get_input_embeddings()(ids)
+    expected = generate(model, ids, max_new_tokens=10)
+    assert torch.equal(
+        model.generate(inputs_embeds=embeddings, max_new_tokens=10, eos_token_id=None, use_cache=use_cache),
+        expected[:, 27:],
+    )
+    assert torch.equal(generate(model, ids, inputs_embeds=embeddings, max_new_tokens=10, use_cache=use_cache), expected)
+
+
+def test_the_older_spelling_of_the_cache_works_and_warns(causal_lm: Make, tokens: Make) -> None:
+    model, ids = causal_lm(), tokens(2, 40)
+    for module in (model, model.model):
+        with torch.no_grad(), pytest.warns(FutureWarning, match="past_key_values"):
+            cache = module(ids, past_key_values=InfiniteFormerCache(model.config)).cache
+        assert cache.get_seq_length() == 40
+
+
+def test_there_is_no_static_cache(causal_lm: Make, tokens: Make) -> None:
+    model = causal_lm()
+    for make in (
+        lambda: generate(model, tokens(2, 20), cache_implementation="static"),
+        lambda: StaticCache(config=model.config, max_cache_len=100),
+    ):
+        with pytest.raises(ValueError, match="got a static cache; leave cache_implementation out"):
+            make()
 
 
 def test_several_turns_on_one_cache_equal_one_conversation(causal_lm: Make, tokens: Make) -> None:
