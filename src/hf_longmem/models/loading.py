@@ -7,13 +7,53 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from hf_longmem._errors import complaint
 
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _NAMED_AT_MOST = 5
 
 
-class CheckedLoading(PreTrainedModel):
+class SafetensorsOnly(PreTrainedModel):
+    """A model whose ``from_pretrained`` reads weights from safetensors, and from no pickle."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load as transformers does, from safetensors.
+
+        Raises:
+            OSError: the checkpoint holds its weights as a pickle.
+            ValueError: a pickle is asked for.
+        """
+        for name in ("use_safetensors", "weights_only"):
+            if kwargs.get(name) is False:
+                raise ValueError(complaint(f"{name} must be True", False, "leave it out: no pickle is read"))
+        if pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
+            _refuse_pickle(pretrained_model_name_or_path, kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **(kwargs | {"use_safetensors": True}))
+
+
+def _refuse_pickle(source: Any, kwargs: dict[str, Any]) -> None:
+    variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
+    arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+
+    def found(name: str) -> bool:
+        stem, dot, ending = name.partition(".")
+        file = f"{stem}{variant}{dot}{ending}"
+        return cached_file(source, file, _raise_exceptions_for_missing_entries=False, **arguments) is not None
+
+    if not (found(SAFE_WEIGHTS_NAME) or found(SAFE_WEIGHTS_INDEX_NAME)):
+        pickles = [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if found(name)]
+        if pickles:
+            rule = f"the weights of {str(source)!r} must be safetensors"
+            trusted = "model.load_state_dict(torch.load(file, weights_only=True)) and model.save_pretrained(folder)"
+            fix = f"a pickle can run code, so none is read; one that you trust becomes safetensors by {trusted}"
+            raise OSError(complaint(rule, pickles[0], fix))
+
+
+class CheckedLoading(SafetensorsOnly):
     """A model whose ``from_pretrained`` refuses truncated files and weights that are not finite."""
 
     @classmethod

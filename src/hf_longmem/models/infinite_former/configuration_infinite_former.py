@@ -7,6 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_longmem._errors import complaint
+from hf_longmem.models.config_safety import check_entries, check_parameters, without_code_map
 
 if TYPE_CHECKING:
     from hf_longmem.ops.continuous import RegressionSpec
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 _MOST_LAYERS = 2**16  # what holds one entry a layer is built before anything else could refuse it
 _LARGEST_MAPS = 2**30  # numbers in the maps of a write
+_MOST_KEYS = 2**24  # tokens that a segment attends to directly, and bins of a histogram
 _CHOICES = {
     "position_embedding_type": ("rotary", "relative"),
     "sticky_draw": ("inverse_cdf", "multinomial"),
@@ -162,7 +164,7 @@ class InfiniteFormerConfig(PreTrainedConfig):
             saved = {field.name: config_dict.get(field.name, field.default) for field in fields(cls)}
             derived = {name for name, value in _derived(saved).items() if _plain(saved[name]) == _plain(value)}
             config_dict = {name: value for name, value in config_dict.items() if name not in derived}
-        return super().from_dict(config_dict | overrides, **kwargs)
+        return super().from_dict(without_code_map(cls, config_dict) | overrides, **kwargs)
 
     @property
     def layer_types(self) -> list[str]:
@@ -207,10 +209,22 @@ class InfiniteFormerConfig(PreTrainedConfig):
         if self.num_hidden_layers > _MOST_LAYERS:
             rule = f"num_hidden_layers must be at most {_MOST_LAYERS}"
             raise ValueError(complaint(rule, self.num_hidden_layers, "use fewer"))
+        keys = self.segment_length + (self.short_term_window or 0)
+        for name, value in (("segment_length + short_term_window", keys), ("histogram_bins", self.histogram_bins)):
+            if value > _MOST_KEYS:
+                raise ValueError(complaint(f"{name} must be at most {_MOST_KEYS}", value, "use less"))
+
+    def _estimate_parameters(self) -> int:
+        width, inner = self.hidden_size, self.num_attention_heads * (self.attention_head_size or 0)
+        per_layer = 4 * width * inner + 2 * width * (self.feed_forward_size or 0)
+        memories = 4 * width * inner * len(self.memory_layers or ())
+        return self.num_hidden_layers * per_layer + memories + 2 * self.vocab_size * width
 
     def validate_architecture(self) -> None:
         """Check every rule that spans values; run at construction and again when the config is saved."""
         self._check_sizes()
+        check_entries(self)
+        check_parameters(self._estimate_parameters())
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -278,7 +292,7 @@ def _derived(values: dict[str, Any]) -> dict[str, Any]:
         "attention_head_size": values["hidden_size"] // values["num_attention_heads"],
         "feed_forward_size": 4 * values["hidden_size"],
         "short_term_window": values["segment_length"],
-        "memory_layers": tuple(range(values["num_hidden_layers"])),
+        "memory_layers": tuple(range(min(values["num_hidden_layers"], _MOST_LAYERS))),
         "num_samples": 2 * num_basis,
         "uniform_segments": max(num_basis // max(len(widths), 1), 1),
     }

@@ -8,10 +8,13 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_longmem._errors import complaint
+from hf_longmem.models.config_safety import check_entries, check_parameters, without_code_map
 from hf_longmem.models.reformer_lsh.reformer_checkpoints import REFORMER, config_from_reformer
 
 _INT32_MAX = 2**31 - 1
-_MAX_PARAMETERS = 10**12
+_MOST_KEYS = 2**24  # tokens that a chunk attends to
+_MOST_ROTATIONS = 2**28  # numbers in a layer's rotations
+_MOST_IN_RINGS = 2**32  # places in a layer's cache of one row
 _CHOICES = {
     "lsh_candidates": ("bucket", "chunk"),
     "round_merge": ("union", "sum"),
@@ -186,7 +189,7 @@ class ReformerLSHConfig(PreTrainedConfig):
         if "attn_layers" in overrides:
             stale.add("num_hidden_layers")
         kept = {name: value for name, value in config_dict.items() if name not in stale}
-        return super().from_dict(kept | overrides, **kwargs)
+        return super().from_dict(without_code_map(cls, kept) | overrides, **kwargs)
 
     @property
     def num_positions(self) -> int:
@@ -254,6 +257,7 @@ class ReformerLSHConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Check every rule that spans values; run at construction and again when the config is saved."""
         self._check_sizes()
+        check_entries(self)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -284,10 +288,7 @@ class ReformerLSHConfig(PreTrainedConfig):
         if self.tie_word_embeddings and self.stream_merge != "mean":
             rule = "tie_word_embeddings needs stream_merge='mean', so that both have width hidden_size"
             raise ValueError(complaint(rule, repr(self.stream_merge), "use stream_merge='mean' or untie them"))
-        num_parameters = self._estimate_parameters()
-        if num_parameters > _MAX_PARAMETERS:
-            rule = f"a model must have at most {_MAX_PARAMETERS:,} parameters"
-            raise ValueError(complaint(rule, f"about {num_parameters:,}", "check the sizes for a slip of the keyboard"))
+        check_parameters(self._estimate_parameters())
 
     def _check_layers(self) -> None:
         if not self.attn_layers:
@@ -309,6 +310,10 @@ class ReformerLSHConfig(PreTrainedConfig):
             if self.is_decoder and after:
                 rule = f"{kind}_num_chunks_after must be 0 when is_decoder=True"
                 raise ValueError(complaint(rule, after, "use 0, or is_decoder=False to look both ways"))
+            keys = getattr(self, f"{kind}_attn_chunk_length") * (before + 1 + after)
+            if keys > _MOST_KEYS:
+                rule = f"{kind}_attn_chunk_length times the chunks of {kind} attention must be at most {_MOST_KEYS}"
+                raise ValueError(complaint(rule, keys, "use shorter chunks, or fewer"))
             if candidates == exact_rule and before == 0:
                 rule = f"{kind}_num_chunks_before must be at least 1 with {kind}_candidates={exact_rule!r}"
                 raise ValueError(complaint(rule, before, "use 1"))
@@ -327,6 +332,20 @@ class ReformerLSHConfig(PreTrainedConfig):
         if math.prod(factors) > _INT32_MAX:
             rule = f"num_buckets must be at most {_INT32_MAX} in all"
             raise ValueError(complaint(rule, math.prod(factors), "use about max_position_embeddings / chunk length"))
+        # Refused here, for training would only fail where it asks for that much memory.
+        of_heads = self.num_attention_heads * self.num_hashes
+        rotations = of_heads * (self.attention_head_size or 0) * sum(factors) // 2
+        if rotations > _MOST_ROTATIONS:
+            rule = (
+                f"the rotations of a layer must have at most {_MOST_ROTATIONS} numbers (heads, width, rounds, buckets)"
+            )
+            raise ValueError(
+                complaint(rule, rotations, "use fewer num_buckets, or factors of them, or fewer num_hashes")
+            )
+        rings = of_heads * math.prod(factors) * self.lsh_attn_chunk_length * self.lsh_num_chunks_before
+        if self.is_decoder and self.lsh_candidates == "bucket" and rings > _MOST_IN_RINGS:
+            rule = f"num_hashes, num_buckets and the window must take at most {_MOST_IN_RINGS} places in a cache"
+            raise ValueError(complaint(rule, rings, "use fewer num_buckets, or shorter chunks"))
 
     def _check_positions(self) -> None:
         if self.position_embedding_type == "rotary" and (self.attention_head_size or 0) % 2:

@@ -10,18 +10,21 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.reformer.configuration_reformer import ReformerConfig
 
 from hf_longmem._errors import complaint
+from hf_longmem.models.loading import HUB_ARGUMENTS, SafetensorsOnly
 from hf_longmem.models.reformer_lsh.reformer_checkpoints import (
     REFORMER,
     reformer_architecture,
     weights_from_reformer,
 )
 
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-_READING_ARGUMENTS = (*_HUB_ARGUMENTS, "use_safetensors", "variant", "weights_only")
+_READING_ARGUMENTS = (*HUB_ARGUMENTS, "use_safetensors", "variant", "weights_only")
 
 
-class ReformerCheckpoints(PreTrainedModel):
-    """A model whose ``from_pretrained`` takes checkpoints of transformers' Reformer too."""
+class ReformerCheckpoints(SafetensorsOnly):
+    """A model whose ``from_pretrained`` takes checkpoints of transformers' Reformer too.
+
+    Those are the one exception from safetensors: ``google/reformer-*`` are published as pickles.
+    """
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +39,7 @@ class ReformerCheckpoints(PreTrainedModel):
         load = super().from_pretrained
         if source is None:
             return load(None, *args, **kwargs)
-        hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         saved, _ = PreTrainedConfig.get_config_dict(source, **hub_arguments)
         if saved.get("model_type") != REFORMER:
             return load(source, *args, **kwargs)

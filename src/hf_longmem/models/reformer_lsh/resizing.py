@@ -11,10 +11,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_longmem._errors import complaint
 from hf_longmem.layers.positions import AxialPositionEmbeddings
-from hf_longmem.models.loading import CheckedLoading
+from hf_longmem.models.loading import HUB_ARGUMENTS, CheckedLoading
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
-
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 class ResizablePositions(CheckedLoading):
@@ -37,7 +35,7 @@ class ResizablePositions(CheckedLoading):
         source = pretrained_model_name_or_path
         if source is None:
             return load(None, *args, config=config, **kwargs)
-        hub_arguments = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         saved, _ = ReformerLSHConfig.get_config_dict(source, **hub_arguments)
         if not isinstance(config, PreTrainedConfig):
             # The dtype is for the weights: a config would take "auto" for the name of one.
