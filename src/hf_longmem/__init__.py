@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ReformerLSHForTokenClassification,
     )
     from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
+    from hf_longmem.training.callbacks import StreamMemoryCallback
     from hf_longmem.training.metrics import streaming_perplexity
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "ReformerLSHForSequenceClassification",
     "ReformerLSHForTokenClassification",
     "ReformerLSHModel",
+    "StreamMemoryCallback",
     "__version__",
     "bundle",
     "memory_retention",
@@ -79,6 +81,7 @@ _PUBLIC = {
         "ReformerLSHForTokenClassification",
     },
     "hf_longmem.models.reformer_lsh.tokenization_reformer_lsh": {"ReformerLSHByteTokenizer"},
+    "hf_longmem.training.callbacks": {"StreamMemoryCallback"},
     "hf_longmem.training.metrics": {"streaming_perplexity"},
 }
 

@@ -140,7 +140,8 @@ class DataCollatorForStreams:
             received = f"pieces {[position.time for position in positions]} of rows {rows}"
             raise ValueError(complaint(rule, received, _IN_ORDER))
         last_time, last_rows = self._last.get(streams, (time - 1, rows))
-        if time > 0 and (time != last_time + 1 or rows != last_rows):
+        # Every epoch, and every evaluation, begins anew with the same rows.
+        if rows != last_rows or time not in (0, last_time + 1):
             rule = f"piece {last_time + 1} of rows {last_rows} comes next"
             fix = f"{_IN_ORDER}; for another loader, as for evaluation, make other streams"
             raise ValueError(complaint(rule, f"piece {time} of rows {rows}", fix))
