@@ -28,13 +28,12 @@ class Case(NamedTuple):
     family: str
     overrides: dict[str, Any] = {}
     length: int = 48
-    even: bool = False
 
 
 CASES = {
     "reformer_lsh": Case("reformer_lsh"),
-    "infinite_former": Case("infinite_former", even=True),
-    "infinite_former_gated": Case("infinite_former", GATED, even=True),
+    "infinite_former": Case("infinite_former"),
+    "infinite_former_gated": Case("infinite_former", GATED),
     # Documents of one segment: nothing is written, and no gradient reaches the gate.
     "infinite_former_gated_short": Case("infinite_former", GATED, length=8),
 }
@@ -82,7 +81,7 @@ def joint(case: Case, accumulation: int) -> Steps:
     """Plain PyTorch in one process: every step on all rows of all processes at once."""
     model = causal_lm(case.family, **case.overrides).double()
     size = WORLD * ROWS * accumulation
-    rows = Documents(size * STEPS, case.length, even=case.even)
+    rows = Documents(size * STEPS, case.length)
     losses, gradients = [], []
     for step in range(STEPS):
         model.zero_grad()
@@ -117,7 +116,7 @@ def trained(case: Case, accumulation: int, settings: dict[str, Any], *, dropout:
     trainer = Trainer(
         model=causal_lm(case.family, dropout=dropout, **case.overrides).double(),
         args=arguments,
-        train_dataset=Documents(WORLD * ROWS * accumulation * STEPS, case.length, even=case.even),
+        train_dataset=Documents(WORLD * ROWS * accumulation * STEPS, case.length),
         data_collator=collate_for(case.family, dropout=dropout),
         callbacks=[recorded],
     )

@@ -139,7 +139,7 @@ class ContinuousAttention(nn.Module):
         projection: MemoryProjection,
         memory: MemoryState,
         query_mask: Tensor | None = None,
-    ) -> tuple[Tensor, MemoryState, Tensor, Tensor]:
+    ) -> tuple[Tensor, MemoryState, Tensor]:
         """Read.
 
         Args:
@@ -149,8 +149,8 @@ class ContinuousAttention(nn.Module):
             query_mask: bool ``[B, T]``, true for real tokens.
 
         Returns:
-            ``[B, T, E]``, zeros in rows that never wrote; the memory with the attention recorded; the sum of the
-            regulariser over real queries of rows that hold something, and how many terms it has.
+            ``[B, T, E]``, zeros in rows that never wrote; the memory with the attention recorded; each token's
+            regulariser ``[B, T]``, the mean over heads, 0 for padding and in rows that never wrote.
         """
         q_BHTD = self._split_heads(self.q_proj(hidden_states))
         read = read_memory(
@@ -166,10 +166,10 @@ class ContinuousAttention(nn.Module):
         counted_BT = projection.written_B[:, None].expand(hidden_states.shape[:2])
         if query_mask is not None:
             counted_BT = counted_BT & query_mask
-        divergence_BHT = gaussian_kl(read.variance_BHT, self.prior_std)
-        divergence = torch.where(counted_BT[:, None], divergence_BHT, torch.zeros_like(divergence_BHT)).sum()
+        divergence_BT = gaussian_kl(read.variance_BHT, self.prior_std).mean(dim=1)
+        divergence_BT = torch.where(counted_BT, divergence_BT, torch.zeros_like(divergence_BT))
         out_BTE = self.o_proj(read.context_BHTD.transpose(1, 2).flatten(2))
-        return out_BTE, memory, divergence, counted_BT.sum() * self.num_heads
+        return out_BTE, memory, divergence_BT
 
     def _maps(self, memory: MemoryState) -> WriteMaps:
         place = {"device": memory.coefficients_BNE.device, "dtype": memory.coefficients_BNE.dtype}

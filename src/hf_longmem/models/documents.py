@@ -45,11 +45,10 @@ def unpack_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a base model's ``forward`` so that each document of a packed row is computed in a row of its own.
 
     With ``document_ids`` (``[B, T]``, integer, rising within a row, equal for the tokens of one document) ``forward``
-    is called on right-padded batches of whole documents of similar length, and ``last_hidden_state`` and
-    ``hidden_states`` are put back; padding gets zeros. ``memory_loss`` is the mean over all batches, each weighted by
-    its tokens after a document's first ``config.segment_length``, which are those that read a memory. No cache and no
-    memory is returned: a packed row has no one end to go on from. Without ``document_ids`` nothing changes. Goes
-    outside ``@compact_padding`` and ``@carried_memory``.
+    is called on right-padded batches of whole documents of similar length, and ``last_hidden_state``,
+    ``hidden_states`` and ``memory_loss`` (``[B, T]``) are put back; padding gets zeros. No cache and no memory is
+    returned: a packed row has no one end to go on from. Without ``document_ids`` nothing changes. Goes outside
+    ``@compact_padding`` and ``@carried_memory``.
 
     ``forward`` has the arguments ``input_ids``, ``attention_mask`` and ``inputs_embeds`` and takes ``return_dict``;
     where it has ``position_ids``, ``cache``, ``use_cache``, ``memory`` or ``reset_memory``, they have their usual
@@ -70,7 +69,7 @@ def unpack_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_past(given)
         return_dict = given.pop("return_dict", None)
         return_dict = self.config.return_dict if return_dict is None else return_dict
-        outputs = _run_documents(lambda **part: forward(self, **part), given, document_ids, self.config)
+        outputs = _run_documents(lambda **part: forward(self, **part), given, document_ids)
         return outputs if return_dict else outputs.to_tuple()
 
     return wrapper
@@ -94,7 +93,7 @@ class _Batch(NamedTuple):
     lengths: list[int]
 
 
-def _run_documents(forward: Callable[..., Any], given: dict[str, Any], document_ids: Tensor, config: Any) -> Any:
+def _run_documents(forward: Callable[..., Any], given: dict[str, Any], document_ids: Tensor) -> Any:
     given = given | {"return_dict": True}
     if "use_cache" in given:
         given["use_cache"] = False
@@ -121,10 +120,7 @@ def _run_documents(forward: Callable[..., Any], given: dict[str, Any], document_
         states = (*map(put_back, layers), outputs["last_hidden_state"] if same else put_back(last))
         outputs["hidden_states"] = states
     if outputs.get("memory_loss") is not None:
-        segment = config.segment_length
-        weights = [sum(max(length - segment, 0) for length in batch.lengths) for batch in batches]
-        total = sum(weight * part["memory_loss"] for weight, part in zip(weights, found, strict=True))
-        outputs["memory_loss"] = total / max(sum(weights), 1)
+        outputs["memory_loss"] = put_back(part["memory_loss"] for part in found)
     return outputs
 
 

@@ -114,6 +114,8 @@ def _reorder(x: Tensor, index: Tensor, dim: int) -> Tensor:
 def _restore(outputs: ModelOutput, inverse: Tensor) -> None:
     last = outputs["last_hidden_state"]
     restored_last = outputs["last_hidden_state"] = _reorder(last, inverse, 1)
+    if outputs.get("memory_loss") is not None:
+        outputs["memory_loss"] = outputs["memory_loss"].gather(1, inverse)
     if outputs.get("hidden_states") is not None:
         # One of them may be last_hidden_state itself, and stays the same object.
         outputs["hidden_states"] = tuple(

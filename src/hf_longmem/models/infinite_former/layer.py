@@ -65,10 +65,8 @@ class InfiniteFormerLayer(GradientCheckpointingLayer):
             memory = self.long_term_memory.empty(batch_size, device, memory_dtype)
         return LayerState(inputs_BSE, None, None, memory)
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, step: Step
-    ) -> tuple[Tensor, LayerState, Tensor, Tensor]:
-        """Map ``[B, T, E]`` to the same, the state to the next one; also the regulariser's sum and number of terms."""
+    def forward(self, hidden_states: Tensor, state: LayerState, step: Step) -> tuple[Tensor, LayerState, Tensor]:
+        """Map ``[B, T, E]`` to the same, the state to the next one; also each token's regulariser ``[B, T]``."""
         inputs = self.input_layernorm(hidden_states)
         inputs_BSE = append(state.inputs_BSE, inputs, step.move)
         reuse = not torch.is_grad_enabled()
@@ -76,7 +74,7 @@ class InfiniteFormerLayer(GradientCheckpointingLayer):
         attended = self.self_attn(inputs, keys, values, step.places_BT, step.first, step.mask_BTS)
 
         memory, projection = state.memory, state.projection if reuse else None
-        divergence, terms = hidden_states.new_zeros(()), hidden_states.new_zeros(())
+        divergence = hidden_states.new_zeros(hidden_states.shape[:2])
         if self.long_term_memory is not None and memory is not None:
             if step.write:
                 segment = state.inputs_BSE[:, self.window : self.window + self.segment_length]
@@ -85,7 +83,7 @@ class InfiniteFormerLayer(GradientCheckpointingLayer):
             if step.holds or not reuse:
                 if projection is None:
                     projection = self.long_term_memory.project(memory)
-                recalled, memory, divergence, terms = self.long_term_memory(inputs, projection, memory, step.real_BT)
+                recalled, memory, divergence = self.long_term_memory(inputs, projection, memory, step.real_BT)
                 attended = attended + recalled
             if not step.write and not reuse:
                 attended = attended + self.long_term_memory.unused().to(attended.dtype)
@@ -93,7 +91,7 @@ class InfiniteFormerLayer(GradientCheckpointingLayer):
         fed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
         hidden_states = hidden_states + nn.functional.dropout(fed_forward, self.dropout, self.training)
         new_state = LayerState(inputs_BSE, kept_keys, kept_values, memory, projection if reuse else None)
-        return hidden_states, new_state, divergence, terms
+        return hidden_states, new_state, divergence
 
     def _keys_values(
         self, inputs: Tensor, inputs_BSE: Tensor, state: LayerState, step: Step, reuse: bool

@@ -171,30 +171,39 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
         embeddings = nn.functional.dropout(embeddings, config.hidden_dropout_prob, self.training)
         states = list(state.layers)
         outputs: list[list[Tensor]] = []
-        total = embeddings.new_zeros((), dtype=torch.promote_types(embeddings.dtype, torch.float32))
-        terms = torch.zeros_like(total)
+        divergences: list[Tensor] = []
+        memory_dtype = torch.promote_types(embeddings.dtype, torch.float32)
         for number, step in enumerate(steps):
             if torch.is_grad_enabled() and number % config.bptt_segments == 0:
                 states = [layer_state.map(torch.Tensor.detach) for layer_state in states]
             hidden_states = take_tokens(embeddings, step)
             recorded = [hidden_states]
+            divergence = hidden_states.new_zeros(hidden_states.shape[:2], dtype=memory_dtype)
             for index, layer in enumerate(self.layers):
                 given = hidden_states
-                hidden_states, states[index], layer_total, layer_terms = layer(given, states[index], step)
+                hidden_states, states[index], of_layer = layer(given, states[index], step)
                 if config.bptt_segments > 1 and len(steps) > 1:
                     _check_graph(given, states[index])
-                total, terms = total + layer_total, terms + layer_terms
+                divergence = divergence + of_layer
                 recorded.append(hidden_states)
             outputs.append(recorded if output_hidden_states else recorded[-1:])
+            divergences.append(divergence[..., None])
 
         order = token_order(steps, counts, embeddings.shape[1])
         per_layer = [join_tokens(parts, order) for parts in zip(*outputs, strict=True)]
         last_hidden_state = self.norm(per_layer[-1])
+        memory_loss = None
+        if config.memory_layers:
+            memory_loss = join_tokens(divergences, order)[..., 0] / len(config.memory_layers)
+            if order is not None:
+                token_T = torch.arange(memory_loss.shape[1], device=memory_loss.device)
+                real_BT = token_T < torch.tensor(counts, device=memory_loss.device)[:, None]
+                memory_loss = torch.where(real_BT, memory_loss, torch.zeros_like(memory_loss))
         kept = InfiniteFormerMemory(state.seen_B + torch.tensor(counts), tuple(states)).detach()
         return InfiniteFormerModelOutput(
             last_hidden_state=last_hidden_state,
             memory=kept,
-            memory_loss=total / terms.clamp(min=1) if config.memory_layers else None,  # type: ignore[arg-type]
+            memory_loss=memory_loss,  # type: ignore[arg-type]
             hidden_states=(*per_layer[:-1], last_hidden_state) if output_hidden_states else None,  # type: ignore[arg-type]
         )
 
@@ -247,6 +256,8 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
         Returns:
             ``loss`` if labels are given: the mean cross entropy, or its sum over ``num_items_in_batch``; while
             training, ``memory_kl_weight * memory_loss`` more, weighted by this batch's share of the items.
+            ``memory_loss`` is the mean over the tokens whose labels count: as a token's share of the loss depends on
+            no other token, it does not matter how documents are split among batches and processes.
             ``logits`` ``[B, T, V]``.
         """
         if use_cache and cache is None and memory is None and torch.is_grad_enabled() and not self.training:
@@ -268,7 +279,10 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         loss = logits = None
-        if labels is not None:
+        memory_loss = outputs.memory_loss
+        if labels is None:
+            memory_loss = mean_memory_loss(memory_loss, attention_mask)
+        else:
             shift_labels = kwargs.get("shift_labels")
             if shift_labels is None:
                 shift_labels = next_token_labels(labels, document_ids)
@@ -280,8 +294,9 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
                 chunk_size=self.config.chunk_size_lm_head,
                 num_items=num_items,
             )
+            memory_loss = mean_memory_loss(memory_loss, shift_labels != -100)
             if self.training:
-                loss = add_memory_loss(loss, outputs.memory_loss, self.config, shift_labels, num_items)
+                loss = add_memory_loss(loss, memory_loss, self.config, shift_labels, num_items)
         if labels is None or not self.training:
             logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
         return InfiniteFormerCausalLMOutput(
@@ -289,9 +304,17 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
             logits=logits,
             cache=outputs.cache,
             memory=outputs.memory,
-            memory_loss=outputs.memory_loss,
+            memory_loss=memory_loss,  # type: ignore[arg-type]
             hidden_states=outputs.hidden_states,
         )
+
+
+def mean_memory_loss(memory_loss_BT: Tensor | None, counted_BT: Tensor | None) -> Tensor | None:
+    """The mean of the tokens' regulariser over those that count, all if None; 0 if none does."""
+    if memory_loss_BT is None or counted_BT is None:
+        return None if memory_loss_BT is None else memory_loss_BT.mean()
+    counted_BT = counted_BT[:, -memory_loss_BT.shape[1] :].to(memory_loss_BT.device, memory_loss_BT.dtype)
+    return (memory_loss_BT * counted_BT).sum() / counted_BT.sum().clamp(min=1)
 
 
 def add_memory_loss(
@@ -305,7 +328,7 @@ def add_memory_loss(
 
     Args:
         loss: a mean over the labels that count, or their sum over ``num_items``.
-        memory_loss: the regulariser, a mean over this batch's queries.
+        memory_loss: the regulariser, a mean over those same labels of this batch.
         config: says its weight.
         labels: -100 where nothing counts.
         num_items: items of all batches that make one optimizer step together.
@@ -315,7 +338,7 @@ def add_memory_loss(
     weighted = config.memory_kl_weight * memory_loss
     if num_items is not None:
         items = torch.as_tensor(num_items, device=loss.device).clamp(min=1)
-        weighted = weighted * ((labels != -100).sum() / items)
+        weighted = weighted * (labels != -100).sum() / items
     return loss + weighted.to(loss.dtype)
 
 

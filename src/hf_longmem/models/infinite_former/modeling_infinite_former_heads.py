@@ -14,6 +14,7 @@ from hf_longmem.models.infinite_former.modeling_infinite_former import (
     InfiniteFormerModel,
     InfiniteFormerPreTrainedModel,
     add_memory_loss,
+    mean_memory_loss,
 )
 from hf_longmem.models.infinite_former.outputs import InfiniteFormerClassifierOutput
 
@@ -34,15 +35,21 @@ class _InfiniteFormerClassifier(InfiniteFormerPreTrainedModel):
         return self.model(**inputs, **(kwargs | {"use_cache": False, "return_dict": True}))
 
     def _output(
-        self, loss: Tensor | None, logits: Tensor, outputs: Any, labels: Tensor | None, kwargs: dict[str, Any]
+        self,
+        loss: Tensor | None,
+        logits: Tensor,
+        outputs: Any,
+        memory_loss: Tensor | None,
+        labels: Tensor | None,
+        kwargs: dict[str, Any],
     ) -> InfiniteFormerClassifierOutput:
         if loss is not None and labels is not None and self.training:
             num_items = kwargs.get("num_items_in_batch")
-            loss = add_memory_loss(loss, outputs.memory_loss, self.config, labels, num_items)
+            loss = add_memory_loss(loss, memory_loss, self.config, labels, num_items)
         return InfiniteFormerClassifierOutput(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,  # type: ignore[arg-type]
-            memory_loss=outputs.memory_loss,
+            memory_loss=memory_loss,  # type: ignore[arg-type]
             hidden_states=outputs.hidden_states,
         )
 
@@ -78,7 +85,14 @@ class InfiniteFormerForSequenceClassification(_InfiniteFormerClassifier):
         loss = None
         if labels is not None:
             loss = classification_loss(self, logits, labels, kwargs)
-        return self._output(loss, logits, outputs, labels, kwargs)
+        memory_loss = outputs.memory_loss
+        if memory_loss is not None:
+            # A document counts once, however long it is.
+            real = torch.ones_like(memory_loss) if attention_mask is None else attention_mask.to(memory_loss)
+            counted = real.new_ones(len(real), 1) if labels is None else (labels.view(len(real), -1)[:, :1] != -100)
+            memory_loss = (memory_loss * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
+            memory_loss = mean_memory_loss(memory_loss, counted)
+        return self._output(loss, logits, outputs, memory_loss, labels, kwargs)
 
 
 class InfiniteFormerForTokenClassification(_InfiniteFormerClassifier):
@@ -109,7 +123,8 @@ class InfiniteFormerForTokenClassification(_InfiniteFormerClassifier):
         if labels is not None:
             num_items = kwargs.get("num_items_in_batch")
             loss = head_cross_entropy(self.score, hidden_states, labels, chunk_size=0, num_items=num_items)
-        return self._output(loss, self.score(hidden_states), outputs, labels, kwargs)
+        memory_loss = mean_memory_loss(outputs.memory_loss, attention_mask if labels is None else labels != -100)
+        return self._output(loss, self.score(hidden_states), outputs, memory_loss, labels, kwargs)
 
 
 __all__ = [

@@ -11,7 +11,10 @@ from hf_longmem.models.infinite_former.state import InfiniteFormerMemory
 
 @dataclass
 class InfiniteFormerModelOutput(ModelOutput):
-    """What the bare model gives; ``memory`` while training or when one was passed, else ``cache``."""
+    """What the bare model gives; ``memory`` while training or when one was passed, else ``cache``.
+
+    ``memory_loss`` ``[B, T]`` is each token's regulariser, the mean over heads and layers: 0 where nothing was read.
+    """
 
     last_hidden_state: torch.FloatTensor | None = None
     cache: Cache | None = None
