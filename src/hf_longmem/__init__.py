@@ -34,9 +34,12 @@ if TYPE_CHECKING:
     )
     from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
     from hf_longmem.training.callbacks import StreamMemoryCallback
+    from hf_longmem.training.evaluate_metrics import BitsPerByte, StreamPerplexity, token_nll
     from hf_longmem.training.metrics import streaming_perplexity
+    from hf_longmem.training.token_bytes import bytes_per_token
 
 __all__ = [
+    "BitsPerByte",
     "DataCollatorForStreams",
     "DocumentStreams",
     "InfiniteFormerCache",
@@ -54,10 +57,13 @@ __all__ = [
     "ReformerLSHForTokenClassification",
     "ReformerLSHModel",
     "StreamMemoryCallback",
+    "StreamPerplexity",
     "__version__",
     "bundle",
+    "bytes_per_token",
     "memory_retention",
     "streaming_perplexity",
+    "token_nll",
 ]
 
 _PUBLIC = {
@@ -82,7 +88,9 @@ _PUBLIC = {
     },
     "hf_longmem.models.reformer_lsh.tokenization_reformer_lsh": {"ReformerLSHByteTokenizer"},
     "hf_longmem.training.callbacks": {"StreamMemoryCallback"},
+    "hf_longmem.training.evaluate_metrics": {"BitsPerByte", "StreamPerplexity", "token_nll"},
     "hf_longmem.training.metrics": {"streaming_perplexity"},
+    "hf_longmem.training.token_bytes": {"bytes_per_token"},
 }
 
 

@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_longmem._errors import complaint
 from hf_longmem.data.stream_collator import CarriedMemory, DataCollatorForStreams
 from hf_longmem.data.streams import DocumentStreams, IterableDocumentStreams
-from hf_longmem.training.memory_files import load_carried_memory, save_carried_memory
+from hf_longmem.training.stream_checkpoints import load_carried_memory, save_carried_memory
 
 
 class StreamMemoryCallback(TrainerCallback, ExportableState):
