@@ -100,6 +100,12 @@ class LocalHub(AbstractContextManager["LocalHub"]):
         }
         return variables | ({"HF_TOKEN": token} if token else {}) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
+    def create(self, name: str, private: bool = False) -> Repository:
+        """Make an empty repository."""
+        repository = self.repositories[name] = Repository(private)
+        repository.commit({})
+        return repository
+
     def fails(self, fault: str) -> bool:
         """Whether this fault happens now; each has so many times."""
         with self.lock:
@@ -279,8 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
             if name in self.hub.repositories:
                 return self._json(answer | {"error": "You already created this model repo"}, 409)
             private = bool(asked.get("private")) or asked.get("visibility") == "private"
-            repository = self.hub.repositories[name] = Repository(private)
-            repository.commit({})
+            self.hub.create(name, private)
         return self._json(answer)
 
     def _lfs(self, objects: list[dict[str, Any]]) -> None:

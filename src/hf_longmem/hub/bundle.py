@@ -103,12 +103,13 @@ def push_folder(folder: str | Path, name: str, *, private: bool | None = None, t
     try:
         created = api.create_repo(name, private=private, exist_ok=True)
         return str(api.upload_folder(folder_path=folder, repo_id=created.repo_id, commit_message="Upload a bundle"))
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, RuntimeError) as error:
         if isinstance(error, HfHubHTTPError):
             raise
         rule = f"the upload of {folder} to {name} must come to its end"
-        fix = "the repository is as it was; push again, large files that have arrived are not sent again"
-        raise OSError(complaint(rule, f"{type(error).__name__}: {error}", fix)) from error
+        received = f"{type(error).__name__}: {error}" + (f" {error.__cause__}" if error.__cause__ else "")
+        fix = f"the repository is as it was; `hf upload {name} {folder}` goes on where it broke off"
+        raise OSError(complaint(rule, received, fix)) from error
 
 
 def empty_folder(path: str | Path) -> Path:

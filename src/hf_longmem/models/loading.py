@@ -30,27 +30,29 @@ class SafetensorsOnly(PreTrainedModel):
         for name in ("use_safetensors", "weights_only"):
             if kwargs.get(name) is False:
                 raise ValueError(complaint(f"{name} must be True", False, "leave it out: no pickle is read"))
-        if pretrained_model_name_or_path is not None and not kwargs.get("gguf_file"):
-            _refuse_pickle(pretrained_model_name_or_path, kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **(kwargs | {"use_safetensors": True}))
+        if pretrained_model_name_or_path is not None and _has_safetensors(pretrained_model_name_or_path, kwargs):
+            kwargs["use_safetensors"] = True
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
-def _refuse_pickle(source: Any, kwargs: dict[str, Any]) -> None:
+def _has_safetensors(source: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether there are any; an error if there is a pickle instead."""
     variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
     arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
 
     def found(name: str) -> bool:
-        stem, dot, ending = name.partition(".")
+        stem, dot, ending = name.rpartition(".")
         file = f"{stem}{variant}{dot}{ending}"
         return cached_file(source, file, _raise_exceptions_for_missing_entries=False, **arguments) is not None
 
-    if not (found(SAFE_WEIGHTS_NAME) or found(SAFE_WEIGHTS_INDEX_NAME)):
-        pickles = [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if found(name)]
-        if pickles:
-            rule = f"the weights of {str(source)!r} must be safetensors"
+    if found(SAFE_WEIGHTS_NAME) or found(SAFE_WEIGHTS_INDEX_NAME):
+        return True
+    for pickle in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if found(pickle):
             trusted = "model.load_state_dict(torch.load(file, weights_only=True)) and model.save_pretrained(folder)"
             fix = f"a pickle can run code, so none is read; one that you trust becomes safetensors by {trusted}"
-            raise OSError(complaint(rule, pickles[0], fix))
+            raise OSError(complaint(f"the weights of {str(source)!r} must be safetensors", pickle, fix))
+    return False
 
 
 class CheckedLoading(SafetensorsOnly):
