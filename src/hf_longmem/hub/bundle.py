@@ -21,6 +21,7 @@ from hf_longmem._errors import complaint
 from hf_longmem.hub.cards import CARD, facts_of_folder, write_card
 from hf_longmem.hub.sources import flat_name, flat_sources
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
+from hf_longmem.models.loading import PICKLE_WAY_OUT
 
 # What a checkpoint is made of. Pickles, code, optimizer states and folders of other checkpoints stay behind.
 _COPIED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
@@ -146,8 +147,7 @@ def _copy_checkpoint(source: str | Path, folder: Path, token: str | bool | None)
             shutil.copyfile(file, folder / file.name)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        rule, fix = f"{source} must hold its weights as safetensors", "load it and save it again by save_pretrained"
-        raise ValueError(complaint(rule, "none", fix))
+        raise ValueError(complaint(f"{source} must hold its weights as safetensors", "none", PICKLE_WAY_OUT))
     for file in weights:
         try:
             with safe_open(file, framework="pt"):

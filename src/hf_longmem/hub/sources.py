@@ -58,7 +58,7 @@ def flat_sources(modules: Iterable[str]) -> dict[str, str]:
             rule = "every module of a bundle must have its own file"
             raise ValueError(complaint(rule, f"{module} and {written_for[name]} in {name}", "rename one of them"))
         if name not in texts:
-            text, imported = _flattened(module)
+            text, imported = flattened(module, _source(module))
             texts[name] = f"{_heading(module, version)}\n{text}"
             to_do += imported
     return dict(sorted(texts.items()))
@@ -69,7 +69,7 @@ def source_version() -> str:
 
     The commit is that of the working tree which the package is imported from, or the one that pip installed.
     """
-    commit = _commit_of_working_tree() or _commit_of_installation()
+    commit = commit_of_working_tree(Path(__file__)) or _commit_of_installation()
     return f"{_DISTRIBUTION} {__version__}" + (f", commit {commit}" if commit else "")
 
 
@@ -80,9 +80,12 @@ def _heading(module: str, version: str) -> str:
     )
 
 
-def _flattened(module: str) -> tuple[str, list[str]]:
-    """The source of a module with its imports rewritten, and the modules of this package which it imports."""
-    source = _source(module)
+def flattened(module: str, source: str) -> tuple[str, list[str]]:
+    """Give the source of a module with its imports rewritten, and the modules of this package which it imports.
+
+    Raises:
+        ValueError: an import of this package in another form than ``from hf_longmem.x import y``.
+    """
     lines, imported = source.splitlines(), list[str]()
     # From the last to the first, so that the line numbers before a replacement stay true.
     for node in sorted(_own_imports(module, ast.parse(source)), key=lambda node: -node.lineno):
@@ -162,12 +165,16 @@ def _is_submodule(package: str, name: str) -> bool:
     return name not in {alias.asname or alias.name for node in imports for alias in node.names}
 
 
-def _commit_of_working_tree() -> str | None:
-    here = Path(__file__).resolve()
-    if _git(here, "ls-files", "--error-unmatch", here.name) is None:  # installed below somebody else's repository
+def commit_of_working_tree(file: Path) -> str | None:
+    """Commit of the git working tree that holds ``file``, a module of a package's folder; None if it holds none.
+
+    Changes of the package since then are said.
+    """
+    file = file.resolve()
+    if _git(file, "ls-files", "--error-unmatch", file.name) is None:  # installed below somebody else's repository
         return None
-    commit = _git(here, "rev-parse", "HEAD")
-    changed = _git(here, "status", "--porcelain", "--", str(here.parents[1]))
+    commit = _git(file, "rev-parse", "HEAD")
+    changed = _git(file, "status", "--porcelain", "--", str(file.parents[1]))
     return f"{commit} with changes" if commit and changed else commit
 
 

@@ -13,6 +13,10 @@ from transformers.utils.hub import cached_file
 from hf_longmem._errors import complaint
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+PICKLE_WAY_OUT = (
+    "a pickle can run code, so none is read; one that you trust becomes safetensors by "
+    "model.load_state_dict(torch.load(file, weights_only=True)) and model.save_pretrained(folder)"
+)
 _NAMED_AT_MOST = 5
 
 
@@ -49,9 +53,7 @@ def _has_safetensors(source: Any, kwargs: dict[str, Any]) -> bool:
         return True
     for pickle in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
         if found(pickle):
-            trusted = "model.load_state_dict(torch.load(file, weights_only=True)) and model.save_pretrained(folder)"
-            fix = f"a pickle can run code, so none is read; one that you trust becomes safetensors by {trusted}"
-            raise OSError(complaint(f"the weights of {str(source)!r} must be safetensors", pickle, fix))
+            raise OSError(complaint(f"the weights of {str(source)!r} must be safetensors", pickle, PICKLE_WAY_OUT))
     return False
 
 
