@@ -10,11 +10,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
 
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
+from hf_longmem.models.memory_augmented.configuration_memory_augmented import MemoryAugmentedConfig
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
 
 _INFINITE = "hf_longmem.models.infinite_former.modeling_infinite_former"
 _INFINITE_HEADS = "hf_longmem.models.infinite_former.modeling_infinite_former_heads"
+_AUGMENTED = "hf_longmem.models.memory_augmented.modeling_memory_augmented"
 _REFORMER = "hf_longmem.models.reformer_lsh.modeling_reformer_lsh"
 _REFORMER_HEADS = "hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads"
 _MODELS: dict[type[PreTrainedConfig], dict[str, tuple[str, str]]] = {
@@ -24,6 +26,7 @@ _MODELS: dict[type[PreTrainedConfig], dict[str, tuple[str, str]]] = {
         "AutoModelForSequenceClassification": (_INFINITE_HEADS, "InfiniteFormerForSequenceClassification"),
         "AutoModelForTokenClassification": (_INFINITE_HEADS, "InfiniteFormerForTokenClassification"),
     },
+    MemoryAugmentedConfig: {"AutoModelForCausalLM": (_AUGMENTED, "MemoryAugmentedForCausalLM")},
     ReformerLSHConfig: {
         "AutoModel": (_REFORMER, "ReformerLSHModel"),
         "AutoModelForCausalLM": (_REFORMER, "ReformerLSHForCausalLM"),

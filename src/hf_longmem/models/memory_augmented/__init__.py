@@ -1,0 +1,1 @@
+"""Long-term memory around causal language models that exist."""

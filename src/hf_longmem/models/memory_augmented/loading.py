@@ -1,0 +1,134 @@
+"""Checkpoints of a memory around a model: with the model's weights, or the memory's alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, logging
+
+from hf_longmem._errors import complaint
+from hf_longmem.models.loading import CheckedLoading, check_finite
+from hf_longmem.models.memory_augmented.configuration_memory_augmented import MemoryAugmentedConfig
+
+logger = logging.get_logger(__name__)
+
+_MEMORY = "long_term_memory."
+# Of the arguments of from_pretrained, those that say where a checkpoint is and go for the base model's as well.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+_OWN_ARGUMENTS = ("revision", "subfolder", "variant")
+_NOT_FOR_BASE = ("config", "state_dict", "output_loading_info", *_OWN_ARGUMENTS)
+
+
+class MemoryCheckpoints(CheckedLoading):
+    """Saves and loads the memory alone as well: a checkpoint that names its base model instead of holding it."""
+
+    config: MemoryAugmentedConfig
+    language_model: PreTrainedModel
+    long_term_memory: nn.Module
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, memory_only: bool = False, **kwargs: Any
+    ) -> None:
+        """Save everything, or the memory's weights alone.
+
+        Args:
+            save_directory: where; with ``push_to_hub=True`` to the Hub as well.
+            memory_only: leave out the weights of the model around which the memory is; ``from_pretrained`` then loads
+                them from where they came from, ``config.base_model_name_or_path``. What was trained of them is lost.
+            args, kwargs: as in transformers.
+
+        Raises:
+            ValueError: ``memory_only`` of a model that came from nowhere.
+        """
+        if memory_only:
+            if not self.config.base_model_name_or_path:
+                rule = "memory_only needs the name or path of the model around which the memory is"
+                fix = "save that model, load it from there and add the memory to it, or save everything"
+                raise ValueError(complaint(rule, "a model that was not loaded from anywhere", fix))
+            if any(parameter.requires_grad for parameter in self.language_model.parameters()):
+                logger.warning(
+                    "memory_only leaves out the weights of %s; if they were trained as well, save everything",
+                    self.config.base_model_name_or_path,
+                )
+            state = kwargs.pop("state_dict", None) or self.state_dict()
+            kwargs["state_dict"] = {name: tensor for name, tensor in state.items() if name.startswith(_MEMORY)}
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load either kind of checkpoint.
+
+        Raises:
+            OSError: a safetensors file is truncated or corrupt, or the base model is not where it came from.
+            ValueError: a loaded tensor holds NaN or infinity, or the base model is another than the memory is for.
+        """
+        path = pretrained_model_name_or_path
+        where = {name: kwargs[name] for name in (*_HUB_ARGUMENTS, "revision", "subfolder") if name in kwargs}
+        file = None
+        if path is not None and kwargs.get("state_dict") is None:
+            name = SAFE_WEIGHTS_NAME
+            if kwargs.get("variant"):
+                name = name.replace(".safetensors", f".{kwargs['variant']}.safetensors")
+            file = cached_file(
+                path,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_connection_errors=False,
+                **where,
+            )
+        if file is None or not _holds_memory_alone(file):
+            return super().from_pretrained(path, *args, **kwargs)
+        config = kwargs.get("config")
+        if not isinstance(config, MemoryAugmentedConfig):
+            config = MemoryAugmentedConfig.from_pretrained(path, **where)
+        model = cls(config, _load_base(config, path, {k: v for k, v in kwargs.items() if k not in _NOT_FOR_BASE}))
+        with safe_open(file, framework="pt") as weights:
+            tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+        missing = {name for name in model.state_dict() if name.startswith(_MEMORY)} ^ set(tensors)
+        if missing:
+            rule = f"the memory in {path!r} must be that of its config"
+            raise ValueError(complaint(rule, f"{sorted(missing)[0]} in one of them", "save it again"))
+        model.load_state_dict(tensors, strict=False)
+        check_finite(model.long_term_memory, path)
+        model.name_or_path = str(path)
+        model.eval()
+        if kwargs.get("output_loading_info"):
+            return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+        return model
+
+
+def _holds_memory_alone(file: str) -> bool:
+    try:
+        with safe_open(file, framework="pt") as weights:
+            return all(name.startswith(_MEMORY) for name in weights.keys())  # noqa: SIM118
+    except SafetensorError:
+        return False  # what is broken is told by whoever loads it
+
+
+def _load_base(config: MemoryAugmentedConfig, path: Any, kwargs: dict[str, Any]) -> Any:
+    name = config.base_model_name_or_path
+    if not name:
+        rule = f"{path!r} holds a memory alone and must name the model around which it is"
+        raise ValueError(complaint(rule, "no base_model_name_or_path", "pass a config that has one"))
+    try:
+        base = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except OSError as error:
+        rule = f"the model around which the memory in {path!r} is must be where it came from"
+        raise OSError(
+            complaint(rule, f"{name!r} ({error})", "put it there, or save the memory with everything")
+        ) from error
+    theirs, ours = base.config.get_text_config(decoder=True), config.text_part
+    for key in ("model_type", "hidden_size", "num_hidden_layers"):
+        if getattr(theirs, key) != getattr(ours, key):
+            rule = f"{name!r} must have {key}={getattr(ours, key)}, as the model which the memory in {path!r} is for"
+            raise ValueError(complaint(rule, getattr(theirs, key), "load that model and add a memory to it"))
+    return base
+
+
+__all__ = ["MemoryCheckpoints"]
