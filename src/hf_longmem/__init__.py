@@ -24,6 +24,17 @@ if TYPE_CHECKING:
         InfiniteFormerForTokenClassification,
     )
     from hf_longmem.models.infinite_former.retention import memory_retention
+    from hf_longmem.models.memory_augmented.augment import (
+        add_long_term_memory,
+        memory_parameter_groups,
+        set_trainable,
+    )
+    from hf_longmem.models.memory_augmented.cache import MemoryAugmentedCache
+    from hf_longmem.models.memory_augmented.configuration_memory_augmented import (
+        LongTermMemoryConfig,
+        MemoryAugmentedConfig,
+    )
+    from hf_longmem.models.memory_augmented.modeling_memory_augmented import MemoryAugmentedForCausalLM
     from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
     from hf_longmem.models.reformer_lsh.modeling_reformer_lsh import ReformerLSHForCausalLM, ReformerLSHModel
     from hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads import (
@@ -35,6 +46,7 @@ if TYPE_CHECKING:
     from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
     from hf_longmem.training.callbacks import StreamMemoryCallback
     from hf_longmem.training.evaluate_metrics import BitsPerByte, StreamPerplexity, token_nll
+    from hf_longmem.training.log_metrics import LogMetricsCallback
     from hf_longmem.training.metrics import streaming_perplexity
     from hf_longmem.training.token_bytes import bytes_per_token
 
@@ -48,6 +60,11 @@ __all__ = [
     "InfiniteFormerForSequenceClassification",
     "InfiniteFormerForTokenClassification",
     "InfiniteFormerModel",
+    "LogMetricsCallback",
+    "LongTermMemoryConfig",
+    "MemoryAugmentedCache",
+    "MemoryAugmentedConfig",
+    "MemoryAugmentedForCausalLM",
     "ReformerLSHByteTokenizer",
     "ReformerLSHConfig",
     "ReformerLSHForCausalLM",
@@ -59,9 +76,12 @@ __all__ = [
     "StreamMemoryCallback",
     "StreamPerplexity",
     "__version__",
+    "add_long_term_memory",
     "bundle",
     "bytes_per_token",
+    "memory_parameter_groups",
     "memory_retention",
+    "set_trainable",
     "streaming_perplexity",
     "token_nll",
 ]
@@ -78,6 +98,13 @@ _PUBLIC = {
         "InfiniteFormerForTokenClassification",
     },
     "hf_longmem.models.infinite_former.retention": {"memory_retention"},
+    "hf_longmem.models.memory_augmented.augment": {"add_long_term_memory", "memory_parameter_groups", "set_trainable"},
+    "hf_longmem.models.memory_augmented.cache": {"MemoryAugmentedCache"},
+    "hf_longmem.models.memory_augmented.configuration_memory_augmented": {
+        "LongTermMemoryConfig",
+        "MemoryAugmentedConfig",
+    },
+    "hf_longmem.models.memory_augmented.modeling_memory_augmented": {"MemoryAugmentedForCausalLM"},
     "hf_longmem.models.reformer_lsh.configuration_reformer_lsh": {"ReformerLSHConfig"},
     "hf_longmem.models.reformer_lsh.modeling_reformer_lsh": {"ReformerLSHForCausalLM", "ReformerLSHModel"},
     "hf_longmem.models.reformer_lsh.modeling_reformer_lsh_heads": {
@@ -89,6 +116,7 @@ _PUBLIC = {
     "hf_longmem.models.reformer_lsh.tokenization_reformer_lsh": {"ReformerLSHByteTokenizer"},
     "hf_longmem.training.callbacks": {"StreamMemoryCallback"},
     "hf_longmem.training.evaluate_metrics": {"BitsPerByte", "StreamPerplexity", "token_nll"},
+    "hf_longmem.training.log_metrics": {"LogMetricsCallback"},
     "hf_longmem.training.metrics": {"streaming_perplexity"},
     "hf_longmem.training.token_bytes": {"bytes_per_token"},
 }

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import (
@@ -26,6 +24,7 @@ import hf_longmem  # noqa: F401 (registers the architectures)
 from hf_longmem.cli import inputs
 from hf_longmem.cli.arguments import parse
 from hf_longmem.cli.errors import CommandError
+from hf_longmem.training.peak_memory import peak_memory
 
 # Bits: a reloaded model must give the loss it had; far above float noise, far below any real difference.
 SAME_LOSS = 1e-4
@@ -85,7 +84,7 @@ def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
     if checkpoint is not None:
         seen_before = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).num_input_tokens_seen
     seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
-    results = {"train_seconds": seconds, **_peak_memory()}
+    results = {"train_seconds": seconds, **peak_memory()}
     if tokens := trainer.state.num_input_tokens_seen - seen_before:
         results["tokens_per_second"] = tokens / seconds
     return results
@@ -93,21 +92,6 @@ def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
 
 def _held_out_bits(trainer: Trainer) -> float:
     return trainer.evaluate()["eval_loss"] / math.log(2)
-
-
-def _peak_memory() -> dict[str, float]:
-    """Bytes this process has held at most, and the accelerator's allocator where there is one."""
-    if sys.platform == "win32":
-        peak = {"peak_memory": float(psutil.Process().memory_info().peak_wset)}
-    else:
-        import resource
-
-        # Kilobytes on Linux, bytes on macOS.
-        scale = 1 if sys.platform == "darwin" else 1024
-        peak = {"peak_memory": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)}
-    if torch.cuda.is_available():
-        peak["peak_memory_cuda"] = float(torch.cuda.max_memory_allocated())
-    return peak
 
 
 def _reloaded(trainer: Trainer, bits: float | None) -> PreTrainedModel:

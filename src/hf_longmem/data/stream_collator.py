@@ -10,48 +10,12 @@ import torch
 
 from hf_longmem._errors import complaint
 from hf_longmem.data.streams import StreamPosition
-from hf_longmem.models.stream_memory import StreamMemory
+from hf_longmem.models.stream_memory import CarriedMemory, StreamMemory
 
 _IN_ORDER = (
     'set train_sampling_strategy="sequential" and dataloader_num_workers=0 (of an iterable on several processes also '
     'accelerator_config={"dispatch_batches": False}), and make the streams for this batch size and number of processes'
 )
-
-
-class CarriedMemory:
-    """What is remembered of the streams of one data set.
-
-    Attributes:
-        num_batches: how many batches of this epoch the model has read.
-        value: the memory after them.
-        advice: what to do where a batch finds that batches before it are missing.
-    """
-
-    def __init__(self) -> None:
-        self.advice = "give every batch to the model in order; to begin in the middle, restore the memory first"
-        self.num_batches = 0
-        self.value: Any = None
-        self._before: Any = None
-
-    def restore(self, num_batches: int, value: Any) -> None:
-        """Go on as after ``num_batches`` batches of an epoch that left the memory ``value``."""
-        self.num_batches, self.value, self._before = num_batches, value, None
-
-    def read(self, time: int) -> Any:
-        """Give what batch number ``time`` goes on from; the same again for a batch that is given to the model twice."""
-        if time == 0:
-            return None
-        if time == self.num_batches:
-            return self.value
-        if time == self.num_batches - 1 and self._before is not None:
-            return self._before
-        rule = "a batch of document streams goes on from the memory of the batch before"
-        raise ValueError(complaint(rule, f"batch {time} after {self.num_batches} batches", self.advice))
-
-    def write(self, time: int, value: Any) -> None:
-        """Take what batch number ``time`` left."""
-        self._before = self.read(time)
-        self.num_batches, self.value = time + 1, value
 
 
 class _BatchMemory(StreamMemory):
@@ -157,4 +121,4 @@ def _position(feature: dict[str, Any]) -> StreamPosition:
     return position
 
 
-__all__ = ["CarriedMemory", "DataCollatorForStreams"]
+__all__ = ["DataCollatorForStreams"]

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_longmem._errors import complaint
 from hf_longmem.data.text import token_pieces
+from hf_longmem.models.stream_memory import MemoryStreams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ class StreamPosition(NamedTuple):
     next_token: int | None
 
 
-class _Streams:
+class _Streams(MemoryStreams):
     """What the two kinds of streams share: how many rows, and what a piece looks like."""
 
     def __init__(self, batch_size: int, sequence_length: int, world_size: int | None) -> None:

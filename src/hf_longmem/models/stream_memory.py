@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from hf_longmem._errors import complaint
 
@@ -26,6 +26,54 @@ class StreamMemory:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'empty' if self.value is None else type(self.value).__name__})"
+
+
+class CarriedMemory:
+    """What is remembered of the streams of one data set.
+
+    Attributes:
+        num_batches: how many batches of this epoch the model has read.
+        value: the memory after them.
+        advice: what to do where a batch finds that batches before it are missing.
+    """
+
+    def __init__(self) -> None:
+        self.advice = "give every batch to the model in order; to begin in the middle, restore the memory first"
+        self.num_batches = 0
+        self.value: Any = None
+        self._before: Any = None
+
+    def restore(self, num_batches: int, value: Any) -> None:
+        """Go on as after ``num_batches`` batches of an epoch that left the memory ``value``."""
+        self.num_batches, self.value, self._before = num_batches, value, None
+
+    def read(self, time: int) -> Any:
+        """Give what batch number ``time`` goes on from; the same again for a batch that is given to the model twice."""
+        if time == 0:
+            return None
+        if time == self.num_batches:
+            return self.value
+        if time == self.num_batches - 1 and self._before is not None:
+            return self._before
+        rule = "a batch of document streams goes on from the memory of the batch before"
+        raise ValueError(complaint(rule, f"batch {time} after {self.num_batches} batches", self.advice))
+
+    def write(self, time: int, value: Any) -> None:
+        """Take what batch number ``time`` left."""
+        self._before = self.read(time)
+        self.num_batches, self.value = time + 1, value
+
+
+class MemoryStreams:
+    """Base of data sets whose every batch goes on where the batch before ended; `MemoryCollator` makes the batches."""
+
+
+@runtime_checkable
+class MemoryCollator(Protocol):
+    """What carries the memory of such data sets."""
+
+    def carried(self, streams: Any) -> CarriedMemory:
+        """What is remembered of a data set's streams, to be saved and restored."""
 
 
 def carried_memory(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,4 +112,4 @@ def carried_memory(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-__all__ = ["StreamMemory", "carried_memory"]
+__all__ = ["CarriedMemory", "MemoryCollator", "MemoryStreams", "StreamMemory", "carried_memory"]

@@ -14,8 +14,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_longmem._errors import complaint
-from hf_longmem.data.stream_collator import CarriedMemory, DataCollatorForStreams
-from hf_longmem.data.streams import DocumentStreams, IterableDocumentStreams
+from hf_longmem.models.stream_memory import CarriedMemory, MemoryCollator, MemoryStreams
 from hf_longmem.training.stream_checkpoints import load_carried_memory, save_carried_memory
 
 
@@ -53,13 +52,13 @@ class StreamMemoryCallback(TrainerCallback, ExportableState):
         loader, model = kwargs["train_dataloader"], kwargs["model"]
         streams, collator = loader.dataset, loader.collate_fn
         # Accelerate and Trainer wrap both.
-        while not isinstance(streams, (DocumentStreams, IterableDocumentStreams)) and hasattr(streams, "dataset"):
+        while not isinstance(streams, MemoryStreams) and hasattr(streams, "dataset"):
             streams = streams.dataset
         collator = getattr(collator, "data_collator", collator)
         self._carried, self.num_memory_files = None, 0
-        if not isinstance(streams, (DocumentStreams, IterableDocumentStreams)):
+        if not isinstance(streams, MemoryStreams):
             return
-        if not isinstance(collator, DataCollatorForStreams):
+        if not isinstance(collator, MemoryCollator):
             received = type(collator).__name__
             fix = "pass data_collator=DataCollatorForStreams()"
             raise ValueError(complaint("document streams need their own collator", received, fix))

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_longmem._errors import complaint
-from hf_longmem.data.stream_collator import CarriedMemory
+from hf_longmem.models.stream_memory import CarriedMemory
 
 _FORMAT = "hf_longmem.stream_memory.1"
 
