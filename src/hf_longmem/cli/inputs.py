@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_longmem._errors import complaint
 from hf_longmem.cli.arguments import (
@@ -32,6 +31,7 @@ from hf_longmem.cli.arguments import (
 )
 from hf_longmem.cli.errors import CommandError, user_mistakes
 from hf_longmem.data.text import load_documents, pack_documents, python_documents, read_documents, split_documents
+from hf_longmem.training.checkpoints import checkpoint_fault, checkpoint_world_size, last_complete_checkpoint
 
 # What a first run on a small machine should be: flags win, and a checkpoint brings its own.
 FIRST_RUN: dict[str, dict[str, Any]] = {
@@ -61,20 +61,35 @@ def checkpoint_to_resume(training: LanguageModelingArguments, run_arguments: Run
             raise CommandError(
                 complaint("resume_from_checkpoint must be a checkpoint folder", resume, "it has no trainer_state.json")
             )
-        return resume
+        fault = checkpoint_fault(resume)
+        if fault is not None:
+            fix = "name another, or begin from its weights with --model_name_or_path"
+            raise CommandError(complaint(f"{resume} must be whole to resume", fault, fix))
+        return _of_as_many_processes(resume, training)
     if resume is not None and resume.lower() == "true":
-        last = get_last_checkpoint(str(output)) if output.is_dir() else None
+        with user_mistakes(ValueError):
+            last = last_complete_checkpoint(output)
         if last is None:
             raise CommandError(
                 complaint(f"{output} must hold a checkpoint to resume", "none", "train without resuming")
             )
-        return last
+        return _of_as_many_processes(last, training)
     if output.exists() and not output.is_dir():
         raise CommandError(complaint("output_dir must be a directory", output, "name another --output_dir"))
     if training.do_train and not run_arguments.overwrite and output.is_dir() and any(output.iterdir()):
         fix = "name another --output_dir, or pass --overwrite or --resume_from_checkpoint true"
         raise CommandError(complaint("output_dir must be empty", f"{output} with files in it", fix))
     return None
+
+
+def _of_as_many_processes(checkpoint: str, training: LanguageModelingArguments) -> str:
+    # Trainer would go on, and skip too much of the data or too little.
+    processes = checkpoint_world_size(checkpoint)
+    if processes != training.world_size:
+        fix = f"start {processes}, or begin from its weights with --model_name_or_path {checkpoint}"
+        rule = f"{checkpoint} was written by {processes} processes and goes on with as many"
+        raise CommandError(complaint(rule, training.world_size, fix))
+    return checkpoint
 
 
 def documents(data: DataArguments) -> DatasetDict:
