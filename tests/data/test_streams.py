@@ -55,14 +55,17 @@ def documents_read(pieces: list[dict[str, Any]]) -> list[list[int]]:
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 7))
 
 
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), sizes)
-@settings(max_examples=150, deadline=None)
-def test_every_document_is_read_once_in_order_by_one_row(lengths: list[int], sizes: tuple[int, int, int]) -> None:
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), sizes, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_every_document_is_read_once_in_order_by_one_row(
+    lengths: list[int], sizes: tuple[int, int, int], balanced: bool
+) -> None:
     documents = [document for document in numbered(lengths) if document]
     if not documents:
         return
     batch_size, world_size, length = sizes
-    streams = DocumentStreams(numbered(lengths), batch_size=batch_size, world_size=world_size, sequence_length=length)
+    arguments = {"batch_size": batch_size, "world_size": world_size, "sequence_length": length, "balanced": balanced}
+    streams = DocumentStreams(numbered(lengths), **arguments)
     rows = pieces_of_rows(streams)
     assert sorted(itertools.chain.from_iterable(map(documents_read, rows))) == documents
     assert len({len(pieces) for pieces in rows}) == 1
@@ -97,6 +100,17 @@ def test_streams_of_an_iterable_are_the_same(lengths: list[int], sizes: tuple[in
     for kind in kinds:
         streamed = list(DocumentStreams.from_iterable(map(kind, documents), **arguments))
         same_pieces(streamed, expected)
+
+
+def test_balanced_rows_end_together_and_keep_the_order() -> None:
+    documents = numbered([10, 20, 30, 10, 100, 70])
+    plain, balanced = (
+        DocumentStreams(documents, batch_size=2, world_size=1, sequence_length=10, balanced=choice)
+        for choice in (False, True)
+    )
+    assert (len(plain), len(balanced)) == (2 * 13, 2 * 12)
+    for pieces in pieces_of_rows(balanced):
+        assert documents_read(pieces) == sorted(documents_read(pieces))
 
 
 def same_pieces(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 import hf_longmem  # noqa: F401 (registers the architectures)
-from hf_longmem.cli.errors import CommandError, user_mistakes
+from hf_longmem.cli.errors import CommandParser, user_mistakes
 from hf_longmem.hub.convert_reformer import from_reformer, to_reformer
 
 _DIRECTIONS = {"reformer_lsh": from_reformer, "reformer": to_reformer}
 _MISTAKES = (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(message)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -31,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         CommandError: a mistake of the user's.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="longmem convert",
         description="Convert a checkpoint of transformers' Reformer, such as google/reformer-enwik8, to reformer_lsh, "
         "or back. Weights are written as safetensors.",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 
 class CommandError(Exception):
@@ -26,3 +28,11 @@ def user_mistakes(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
         yield
     except kinds as error:
         raise CommandError(prefix + " ".join(str(error).split())) from error
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose complaints are those of its command."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the command."""
+        raise CommandError(message)

@@ -84,8 +84,7 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
     Piece i is piece ``i // num_rows`` of row ``i % num_rows``, with ``num_rows = batch_size * world_size``: read in
     order, in batches of ``batch_size`` for each process, row b of a process always is the same row. To Trainer say
     ``train_sampling_strategy="sequential"`` and ``dataloader_num_workers=0``, and give it `DataCollatorForStreams`.
-    Every epoch reads every document from its start. The rows take documents in the order given: with the long ones
-    first they end at about the same time.
+    Every epoch reads every document from its start.
 
     Args:
         documents: a `datasets.Dataset` with the column ``input_ids`` (read from disk piece by piece), or one with text
@@ -96,6 +95,8 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
         tokenizer: for text. The end-of-sequence token, where it has one, ends each document; the token ids are held in
             memory, 2 bytes a token for vocabularies up to 65,536, else 4.
         text_column: the column with the text.
+        balanced: share documents out the longest first, so that all rows end at about the same time; each row still
+            reads its documents in the order given.
 
     Raises:
         ValueError: a size is below 1, a column or the tokenizer is missing, or there are no tokens.
@@ -115,21 +116,26 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
         world_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         text_column: str = "text",
+        balanced: bool = False,
     ) -> None:
         super().__init__(batch_size, sequence_length, world_size)
         lengths, self._read = _stored(documents, tokenizer, text_column)
         if not lengths.any():
             raise ValueError(complaint("documents must have tokens", f"{len(lengths)} without any", "give longer ones"))
         self._lengths = lengths
-        self._rows = [_Row([], [0]) for _ in range(self.num_rows)]
+        chosen = np.flatnonzero(lengths)
+        order = chosen[np.argsort(-lengths[chosen], kind="stable")] if balanced else chosen
+        taken: list[list[int]] = [[] for _ in range(self.num_rows)]
         # The next document goes to the row that is done first, as in streams from an iterable.
         done = [(0, row) for row in range(self.num_rows)]
-        for document in np.flatnonzero(lengths).tolist():
+        for document in order.tolist():
             time, row = done[0]
-            time += -(-int(lengths[document]) // sequence_length)
-            self._rows[row].documents.append(document)
-            self._rows[row].ends.append(time)
-            heapq.heapreplace(done, (time, row))
+            taken[row].append(document)
+            heapq.heapreplace(done, (time + self._num_pieces(document), row))
+        self._rows = [
+            _Row(documents, [0, *itertools.accumulate(map(self._num_pieces, documents))])
+            for documents in map(sorted, taken)
+        ]
         self._times = max(row.ends[-1] for row in self._rows)
 
     @classmethod
@@ -164,6 +170,9 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
             tokenizer=tokenizer,
             text_column=text_column,
         )
+
+    def _num_pieces(self, document: int) -> int:
+        return -(-int(self._lengths[document]) // self.sequence_length)
 
     def __len__(self) -> int:
         return self._times * self.num_rows

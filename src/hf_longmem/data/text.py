@@ -2,6 +2,7 @@
 
 ``documents -> split_documents -> pack_documents``: a table of documents (columns ``name`` and ``text``) is split by
 document into a training and a held-out part, and each part is tokenised, joined and cut into sequences of one length.
+For document streams, ``tokenize_documents`` leaves documents whole.
 """
 
 from __future__ import annotations
@@ -163,21 +164,17 @@ def pack_documents(
         ValueError: a size is below 1, or there is no text.
     """
     for label, size in (("sequence_length", sequence_length), ("max_sequences", max_sequences)):
-        if size is not None and size < 1:
-            raise ValueError(complaint(f"{label} must be at least 1", size, "use a positive number"))
-    dtype = np.dtype("uint16" if len(tokenizer) <= 1 << 16 else "int32")
-    order = np.arange(len(documents)) if seed is None else np.random.default_rng(seed).permutation(len(documents))
-
+        _check_size(label, size)
+    dtype = _token_dtype(tokenizer)
     sequences: list[np.ndarray] = []
     pending = np.empty(0, dtype)
-    end = np.asarray([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype)
-    for opened, row in enumerate(order.tolist(), start=1):
-        pending = np.concatenate([pending, *token_pieces(documents[row]["text"], tokenizer, dtype), end])
+    for opened, tokens in enumerate(_drawn(documents, tokenizer, seed), start=1):
+        pending = np.concatenate([pending, tokens])
         full = len(pending) // sequence_length
         sequences += [pending[i * sequence_length : (i + 1) * sequence_length] for i in range(full)]
         pending = pending[full * sequence_length :]
         if max_sequences is not None and len(sequences) >= max_sequences:
-            logger.info("stopped at max_sequences=%d in document %d of %d", max_sequences, opened, len(order))
+            logger.info("stopped at max_sequences=%d in document %d of %d", max_sequences, opened, len(documents))
             sequences = sequences[:max_sequences]
             break
     else:
@@ -186,6 +183,59 @@ def pack_documents(
     if not sequences:
         raise ValueError(complaint("there must be some text to train or evaluate on", "none", "give longer documents"))
     return Dataset.from_dict({"input_ids": sequences}, features=Features({"input_ids": List(Value(dtype.name))}))
+
+
+def tokenize_documents(
+    documents: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+) -> list[np.ndarray]:
+    """Tokenise whole documents, each ended by the end-of-sequence token.
+
+    Args:
+        documents: columns ``name`` and ``text``.
+        tokenizer: any tokenizer.
+        max_tokens: stop after so many tokens, in the middle of a document if it comes to that; None takes everything.
+        seed: take the documents in an order drawn with this seed; None keeps the order given.
+
+    Returns:
+        The token ids of each document, 2 bytes a token for vocabularies up to 65,536.
+
+    Raises:
+        ValueError: the size is below 1, or there is no text.
+    """
+    _check_size("max_tokens", max_tokens)
+    found: list[np.ndarray] = []
+    left = math.inf if max_tokens is None else max_tokens
+    for tokens in _drawn(documents, tokenizer, seed):
+        if len(tokens):
+            found.append(tokens[: int(min(left, len(tokens)))])
+            left -= len(found[-1])
+        if not left:
+            logger.info("stopped at max_tokens=%d in document %d of %d", max_tokens, len(found), len(documents))
+            break
+    if not found:
+        raise ValueError(complaint("there must be some text to train or evaluate on", "none", "give longer documents"))
+    return found
+
+
+def _drawn(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int | None) -> Iterator[np.ndarray]:
+    dtype = _token_dtype(tokenizer)
+    order = np.arange(len(documents)) if seed is None else np.random.default_rng(seed).permutation(len(documents))
+    end = np.asarray([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype)
+    for row in order.tolist():
+        yield np.concatenate([*token_pieces(documents[row]["text"], tokenizer, dtype), end])
+
+
+def _token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    return np.dtype("uint16" if len(tokenizer) <= 1 << 16 else "int32")
+
+
+def _check_size(name: str, size: int | None) -> None:
+    if size is not None and size < 1:
+        raise ValueError(complaint(f"{name} must be at least 1", size, "use a positive number"))
 
 
 def token_pieces(text: str, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> Iterator[np.ndarray]:
