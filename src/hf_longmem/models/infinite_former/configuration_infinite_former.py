@@ -159,6 +159,7 @@ class InfiniteFormerConfig(PreTrainedConfig):
         value that is overridden is derived anew.
         """
         own_fields = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
+        own_fields |= {*_COUNTS, *_COUNTS_FROM_ZERO}  # one of them is the base class's
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in own_fields}
         if overrides:
             saved = {field.name: config_dict.get(field.name, field.default) for field in fields(cls)}

@@ -180,6 +180,7 @@ class ReformerLSHConfig(PreTrainedConfig):
         The base class sets overrides on the finished object, past every check.
         """
         own_fields = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
+        own_fields |= {*_COUNTS, *_COUNTS_FROM_ZERO}  # one of them is the base class's
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in own_fields}
         stale: set[str] = set()
         if "is_decoder" in overrides:
@@ -369,7 +370,10 @@ class ReformerLSHConfig(PreTrainedConfig):
         width = self.hidden_size
         attention = 4 * width * self.num_attention_heads * (self.attention_head_size or 0)
         per_layer = attention + 2 * width * (self.feed_forward_size or 0)
-        positions = width * self.num_positions if self.position_embedding_type == "learned" else 0
+        positions = {
+            "learned": width * self.max_position_embeddings,
+            "axial": sum(map(math.prod, zip(self.axial_pos_shape or (), self.axial_pos_embds_dim or (), strict=True))),
+        }.get(self.position_embedding_type, 0)
         return len(self.attn_layers) * per_layer + self.vocab_size * (width + self.last_hidden_size) + positions
 
 
