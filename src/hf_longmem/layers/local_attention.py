@@ -62,6 +62,7 @@ class LocalAttention(nn.Module):
         hash_seed: int | None = None,
         output_attentions: bool = False,
         cache: AttentionCache | None = None,
+        document_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -72,6 +73,7 @@ class LocalAttention(nn.Module):
             num_hashes, hash_seed: unused, so that both kinds of attention are called alike.
             output_attentions: compute by the dense twin, O(T^2), and return its weights.
             cache: attends with these tokens to those it remembers, in place of the operator.
+            document_ids: ``[B, T]``, of documents packed in a row, which do not see each other; not with a cache.
 
         Returns:
             ``[B, T, E]``, and weights ``[B, H, T, T]`` (rows of real tokens sum to 1) or None.
@@ -82,16 +84,15 @@ class LocalAttention(nn.Module):
         if rotary is not None:
             q_BHTD, k_BHTD = rotate(q_BHTD, rotary), rotate(k_BHTD, rotary)
         dropout = self.dropout if self.training else 0.0
+        real: dict[str, Any] = {"attention_mask": attention_mask, "document_ids": document_ids}
         weights_BHTT = None
         if cache is not None:
             out_BHTD = cache.attend(q_BHTD, k_BHTD, v_BHTD, attention_mask, **past_reach(self.reach))
         elif output_attentions:
-            weights_BHTT = local_attention_weights(q_BHTD, k_BHTD, attention_mask=attention_mask, **self.reach)
+            weights_BHTT = local_attention_weights(q_BHTD, k_BHTD, **real, **self.reach)
             out_BHTD = nn.functional.dropout(weights_BHTT, dropout) @ v_BHTD
         else:
-            out_BHTD = local_attention(
-                q_BHTD, k_BHTD, v_BHTD, attention_mask=attention_mask, dropout=dropout, **self.reach
-            )
+            out_BHTD = local_attention(q_BHTD, k_BHTD, v_BHTD, **real, dropout=dropout, **self.reach)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2)), weights_BHTT
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ class LSHAttention(nn.Module):
         hash_seed: int | None = None,
         output_attentions: bool = False,
         cache: AttentionCache | None = None,
+        document_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -97,6 +98,7 @@ class LSHAttention(nn.Module):
             hash_seed: seed of this call's rotations, in training too.
             output_attentions: compute by the dense twin, O(T^2), and return its weights.
             cache: attends with these tokens to those it remembers, in place of the operator.
+            document_ids: ``[B, T]``, of documents packed in a row, which do not see each other; not with a cache.
 
         Returns:
             ``[B, T, E]``, and weights ``[B, H, T, T]`` (rows sum to 1) or None.
@@ -109,6 +111,7 @@ class LSHAttention(nn.Module):
         fresh = self.training and hash_seed is None and cache is None
         buckets_BHRT = hash_vectors(qk_BHTD, self._rotations(qk_BHTD, num_hashes, hash_seed, fresh), self.num_buckets)
         dropout = self.dropout if self.training else 0.0
+        real: dict[str, Any] = {"attention_mask": attention_mask, "document_ids": document_ids}
         weights_BHTT = None
         if cache is not None:
             rounds, seed = buckets_BHRT.shape[2], self.hash_seed if hash_seed is None else hash_seed
@@ -122,12 +125,10 @@ class LSHAttention(nn.Module):
                 **past_reach(self.reach),
             )
         elif output_attentions:
-            weights_BHTT = lsh_attention_weights(qk_BHTD, buckets_BHRT, attention_mask=attention_mask, **self.reach)
+            weights_BHTT = lsh_attention_weights(qk_BHTD, buckets_BHRT, **real, **self.reach)
             out_BHTD = nn.functional.dropout(weights_BHTT, dropout) @ v_BHTD
         else:
-            out_BHTD = lsh_attention(
-                qk_BHTD, v_BHTD, buckets_BHRT, attention_mask=attention_mask, dropout=dropout, **self.reach
-            )
+            out_BHTD = lsh_attention(qk_BHTD, v_BHTD, buckets_BHRT, **real, dropout=dropout, **self.reach)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2)), weights_BHTT
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:

@@ -423,15 +423,16 @@ def test_exports_with_a_dynamic_length() -> None:
 @pytest.mark.parametrize("padding", ["none", "right"])
 def test_operators_pass_pytorch_own_consistency_checks(padding: str) -> None:
     inputs, mask = make_inputs(2, 2, 20, dtype=torch.float32), make_mask(padding, 2, 20)
+    documents = None if padding == "none" else (torch.arange(20) >= 7).long().expand(2, 20).contiguous()
     settings_ = ("sliding", 4, 1, 0, True, 0.0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     # The remaining check also differentiates the log-sum-exp, which exists for backward alone.
     forward, backward = torch.ops.hf_longmem.local_attention, torch.ops.hf_longmem.local_attention_backward
-    torch.library.opcheck(forward, (*inputs, mask, None, *settings_), test_utils=checks)
+    torch.library.opcheck(forward, (*inputs, mask, documents, None, *settings_), test_utils=checks)
     with torch.no_grad():
-        out, lse = forward(*inputs, mask, None, *settings_)
+        out, lse = forward(*inputs, mask, documents, None, *settings_)
     torch.library.opcheck(
-        backward, (torch.ones_like(out), *inputs, out, lse, mask, None, *settings_), test_utils=checks
+        backward, (torch.ones_like(out), *inputs, out, lse, mask, documents, None, *settings_), test_utils=checks
     )
 
 

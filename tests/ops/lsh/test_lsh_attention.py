@@ -191,15 +191,6 @@ def test_a_token_that_sees_nothing_keeps_its_own_value():
     assert torch.equal(out, v)
 
 
-def test_documents_in_one_row_stay_apart_when_their_buckets_do():
-    qk, v, buckets = draw(80, batch=1)
-    document = (torch.arange(80) >= 30).int()
-    packed = lsh_attention(qk, v, buckets + 8 * document, chunk_length=16)
-    for part in (slice(0, 30), slice(30, 80)):
-        alone = lsh_attention(qk[:, :, part], v[:, :, part], buckets[..., part], chunk_length=16)
-        torch.testing.assert_close(packed[:, :, part], alone, atol=1e-10, rtol=0)
-
-
 @pytest.mark.parametrize(("candidates", "merge"), RULES)
 def test_gradient_with_dropout(candidates, merge):
     qk, v, buckets = draw(20, batch=1, head_dim=3, rounds=2, num_buckets=4)
@@ -263,8 +254,10 @@ def test_no_tensor_grows_with_rounds_times_window(rounds):
     qk, v, buckets = draw(4096, batch=1, heads=2, head_dim=32, rounds=rounds, num_buckets=64, dtype=torch.float32)
     slots = 2 * 4096
     with torch.no_grad(), LargestTensor() as largest:
-        out = attend.attend_tiles(qk, v, buckets, None, None, 64, 1, 0, True, "bucket", "union", 0.0)
-        attend.attend_tiles_backward(out[0], qk, v, buckets, None, None, *out, 64, 1, 0, True, "bucket", "union", 0.0)
+        out = attend.attend_tiles(qk, v, buckets, None, None, None, 64, 1, 0, True, "bucket", "union", 0.0)
+        attend.attend_tiles_backward(
+            out[0], qk, v, buckets, None, None, None, *out, 64, 1, 0, True, "bucket", "union", 0.0
+        )
     table = (slots + 2) * 65 * 4
     orders = rounds * (slots + 200) * 8
     tile = layout.SCORES_PER_TILE_CPU * 4
@@ -308,10 +301,12 @@ def test_autocast_does_not_reach_inside(dtype):
         lsh_attention(qk.requires_grad_(), v, buckets, chunk_length=16).sum().backward()
 
 
-def test_operator_is_traceable():
+@pytest.mark.parametrize("candidates", ["bucket", "chunk"])
+def test_operator_is_traceable(candidates):
     qk, v, buckets = draw(40, dtype=torch.float32)
     mask = padding("right", 2, 40)
-    arguments = (qk.requires_grad_(), v, buckets, mask, None, 16, 1, 0, True, "bucket", "union", 0.0)
+    numbers = (torch.arange(40) >= 15).long().expand(2, 40).contiguous() if candidates == "chunk" else None
+    arguments = (qk.requires_grad_(), v, buckets, mask, numbers, None, 16, 1, 0, True, candidates, "union", 0.0)
     torch.library.opcheck(attend._attend, arguments)
 
 

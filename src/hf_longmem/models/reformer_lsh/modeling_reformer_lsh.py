@@ -23,10 +23,13 @@ from hf_longmem.layers.lsh_attention import LSHAttention
 from hf_longmem.layers.positions import AxialPositionEmbeddings, AxialTables, rotary_angles
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.cache import check_cache, check_hashing, next_positions
+from hf_longmem.models.documents import next_token_labels
 from hf_longmem.models.padding import compact_padding
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.reformer_loading import ReformerCheckpoints
 from hf_longmem.models.reformer_lsh.resizing import ResizablePositions
+from hf_longmem.models.token_ids import check_range
+from hf_longmem.ops.documents import document_positions
 from hf_longmem.ops.reversible import ReversibleTape, reversible_block
 
 
@@ -164,6 +167,7 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
         use_cache: bool | None = None,
         num_hashes: int | None = None,
         hash_seed: int | None = None,
+        document_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Encode a batch of sequences.
@@ -171,11 +175,14 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
         Args:
             input_ids: token ids ``[B, T]``; or else ``inputs_embeds``, ``[B, T, E]``.
             attention_mask: ``[B, T]``, 0 for padding, which may stand anywhere.
-            position_ids: ``[B, T]`` or ``[1, T]``; default: how many real tokens stand before.
+            position_ids: ``[B, T]`` or ``[1, T]``; default: how many real tokens stand before in the document.
             cache: `DynamicCache(config=config)`, or what an earlier call returned; the input goes on where it ended.
             use_cache: whether to return a cache. One is made where gradients are off (`torch.no_grad()`, `generate`).
             num_hashes: hash rounds of this call instead of ``config.num_hashes``.
             hash_seed: fixes the hash rotations of this call, in training too.
+            document_ids: integer ``[B, T]``, rising within a row: the tokens of one id are a document of their own,
+                which gives what it gives alone (under the ``"chunk"`` rules, whose chunks are counted from the row's
+                start, it only sees no other). Excludes ``cache``, and none is made.
 
         Raises:
             ValueError: an empty or too long input, and, on the CPU, ids outside the vocabulary or the positions.
@@ -185,6 +192,9 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             rule = "exactly one of input_ids and inputs_embeds must be given"
             raise ValueError(complaint(rule, received, "pass one"))
         output_attentions = kwargs.get("output_attentions", self.config.output_attentions)
+        if cache is not None and document_ids is not None:
+            fix = "go on with one document a row, or leave the cache out"
+            raise ValueError(complaint("document_ids and cache exclude each other", "both", fix))
         if cache is not None:
             rows = len(input_ids if input_ids is not None else inputs_embeds)  # type: ignore[arg-type]
             kinds, causal = self.config.layer_types, self.config.is_decoder
@@ -194,14 +204,14 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             if self.gradient_checkpointing and self.training:
                 rule = "layers that are checkpointed in training take no cache"
                 raise ValueError(complaint(rule, "a cache", "pass use_cache=False, or call model.eval()"))
-        elif use_cache and self.config.is_decoder and not output_attentions and not torch.is_grad_enabled():
+        elif self._makes_cache(use_cache, output_attentions, document_ids):
             cache = DynamicCache(config=self.config)
         if num_hashes is not None and num_hashes < 1:
             raise ValueError(complaint("num_hashes must be at least 1", num_hashes, "leave it out or use 1"))
         if hash_seed is not None and not 0 <= hash_seed < 2**63:
             raise ValueError(complaint("hash_seed must be from 0 to 2^63 - 1", hash_seed, "leave it out or use 0"))
         if input_ids is not None:
-            _check_range("token ids", input_ids, self.embed_tokens.num_embeddings, "use the model's tokenizer")
+            check_range("token ids", input_ids, self.embed_tokens.num_embeddings, "use the model's tokenizer")
         embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if embeddings.dim() != 3 or embeddings.shape[-1] != self.config.hidden_size:
             rule = f"inputs must be ids [batch, tokens] or embeddings [batch, tokens, {self.config.hidden_size}]"
@@ -209,14 +219,19 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             fix = "add the batch axis, or use the model's own embeddings"
             raise ValueError(complaint(rule, tuple(given.shape), fix))
         length = embeddings.shape[1]
-        if not 0 < length <= self.config.num_positions:
+        # Packed documents each have positions from 0 on, and together may be longer.
+        if not 0 < length <= (self.config.num_positions if document_ids is None else length):
             rule = f"an input must have from 1 to {self.config.num_positions} tokens (max_position_embeddings)"
             raise ValueError(complaint(rule, length, "cut it, or build the model for more positions"))
-        positions: Tensor = next_positions(cache, length, embeddings.device) if position_ids is None else position_ids
+        positions: Tensor | None = position_ids
+        if positions is None and document_ids is not None:
+            positions = document_positions(document_ids)
+        elif positions is None:
+            positions = next_positions(cache, length, embeddings.device)
         if attention_mask is not None:
             # Padding, counted on after a row's real tokens, could leave the table.
             positions = torch.where(attention_mask, positions, 0)
-        _check_range(
+        check_range(
             "position_ids",
             positions,
             self.config.num_positions,
@@ -247,6 +262,7 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
                 hash_seed=hash_seed,
                 output_attentions=output_attentions,
                 cache=None if cache is None else cache.layers[layer_idx],
+                document_ids=document_ids,
             )
 
         if self.config.stream_merge == "concat":
@@ -255,17 +271,12 @@ class ReformerLSHModel(ReformerLSHPreTrainedModel):
             merged = (attention_stream + hidden_states) / 2
         return BaseModelOutputWithPast(last_hidden_state=self._dropout(_normalise(self.norm, merged)), cache=cache)
 
+    def _makes_cache(self, use_cache: bool | None, output_attentions: bool, document_ids: Tensor | None) -> bool:
+        wanted = bool(use_cache) and self.config.is_decoder and not torch.is_grad_enabled()
+        return wanted and not output_attentions and document_ids is None
+
     def _dropout(self, hidden_states: Tensor) -> Tensor:
         return nn.functional.dropout(hidden_states, self.config.hidden_dropout_prob, self.training)
-
-
-def _check_range(name: str, ids: Tensor, limit: int, fix: str) -> None:
-    # A look at the values is free on the CPU only; elsewhere it would wait for the device, and be traced in a graph.
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
-        return
-    low, high = (int(value) for value in ids.aminmax())
-    if low < 0 or high >= limit:
-        raise ValueError(complaint(f"{name} must lie in 0 .. {limit - 1}", low if low < 0 else high, fix))
 
 
 class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
@@ -326,6 +337,7 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         num_hashes: int | None = None,
         hash_seed: int | None = None,
+        document_ids: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -335,12 +347,14 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
             labels: ``[B, T]``, as ``input_ids`` (shifted in here), -100 where nothing is to be predicted. While
                 training, the loss is computed a few tokens' logits at a time and ``logits`` is None.
             logits_to_keep: compute logits for the last so many positions only, 0 for all.
-            input_ids, attention_mask, position_ids, inputs_embeds, num_hashes, hash_seed: see `ReformerLSHModel`.
+            input_ids, attention_mask, position_ids, inputs_embeds, num_hashes, hash_seed, document_ids: see
+                `ReformerLSHModel`.
 
         Returns:
             ``loss`` if labels are given (the mean, or the sum over ``num_items_in_batch``), ``logits`` ``[B, T, V]``.
         """
-        if use_cache and cache is None and torch.is_grad_enabled() and not self.training:
+        asked = use_cache and cache is None and document_ids is None
+        if asked and torch.is_grad_enabled() and not self.training:
             # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
             cache = DynamicCache(config=self.config)
         outputs = self.model(
@@ -352,6 +366,7 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             num_hashes=num_hashes,
             hash_seed=hash_seed,
+            document_ids=document_ids,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -359,7 +374,7 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
         if labels is not None:
             shift_labels = kwargs.get("shift_labels")
             if shift_labels is None:
-                shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+                shift_labels = next_token_labels(labels, document_ids)
             loss = token_loss(self, hidden_states, shift_labels, kwargs)
         if labels is None or not self.training:
             logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))

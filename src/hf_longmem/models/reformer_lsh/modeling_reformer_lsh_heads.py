@@ -16,6 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from hf_longmem._errors import complaint
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.classification import classification_loss, pool_tokens
+from hf_longmem.models.documents import refuse_documents
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.modeling_reformer_lsh import (
     ReformerLSHModel,
@@ -47,6 +48,7 @@ class ReformerLSHForMaskedLM(ReformerLSHPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Predict the token at every position.
@@ -54,9 +56,10 @@ class ReformerLSHForMaskedLM(ReformerLSHPreTrainedModel):
         Args:
             labels: ``[B, T]``, the true tokens, -100 where nothing is to be predicted. While training, the loss is
                 computed a few tokens' logits at a time and ``logits`` is None.
-            input_ids, attention_mask, position_ids, inputs_embeds, kwargs: see `ReformerLSHModel`.
+            input_ids, attention_mask, position_ids, inputs_embeds, document_ids, kwargs: see `ReformerLSHModel`.
         """
-        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
+        kwargs = {"inputs_embeds": inputs_embeds, "document_ids": document_ids} | kwargs
+        outputs = self.model(input_ids, attention_mask, position_ids, **kwargs)
         loss = logits = None
         if labels is not None:
             loss = token_loss(self, outputs.last_hidden_state, labels, kwargs)
@@ -91,6 +94,7 @@ class ReformerLSHForSequenceClassification(ReformerLSHPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Score every sequence.
@@ -98,8 +102,10 @@ class ReformerLSHForSequenceClassification(ReformerLSHPreTrainedModel):
         Args:
             labels: classes ``[B]``, or floats ``[B]`` (regression) or ``[B, num_labels]`` (several classes at once).
             attention_mask: ``[B, T]``; what it hides is no part of the sequence, whatever its token id.
+            document_ids: refused, as a row has one score; give each document a row of its own.
             input_ids, position_ids, inputs_embeds, kwargs: see `ReformerLSHModel`.
         """
+        refuse_documents(document_ids)
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         pooled = pool_tokens(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
         if self.config.classifier_activation is not None:
@@ -131,15 +137,17 @@ class ReformerLSHForTokenClassification(ReformerLSHPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
         """Score every token.
 
         Args:
             labels: classes ``[B, T]``, -100 for tokens that do not count.
-            input_ids, attention_mask, position_ids, inputs_embeds, kwargs: see `ReformerLSHModel`.
+            input_ids, attention_mask, position_ids, inputs_embeds, document_ids, kwargs: see `ReformerLSHModel`.
         """
-        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
+        kwargs = {"inputs_embeds": inputs_embeds, "document_ids": document_ids} | kwargs
+        outputs = self.model(input_ids, attention_mask, position_ids, **kwargs)
         hidden_states = self.dropout(outputs.last_hidden_state)
         logits = self.score(hidden_states)
         loss = None
@@ -169,15 +177,17 @@ class ReformerLSHForQuestionAnswering(ReformerLSHPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
         """Score every token as start and as end.
 
         Args:
             start_positions, end_positions: ``[B]``; positions outside the input do not count.
-            input_ids, attention_mask, position_ids, inputs_embeds, kwargs: see `ReformerLSHModel`.
+            input_ids, attention_mask, position_ids, inputs_embeds, document_ids, kwargs: see `ReformerLSHModel`.
         """
-        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
+        kwargs = {"inputs_embeds": inputs_embeds, "document_ids": document_ids} | kwargs
+        outputs = self.model(input_ids, attention_mask, position_ids, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_longmem.ops.local.window import Rule, check_arguments
+from hf_longmem.ops.local.window import Rule, check_arguments, numbered_documents
 
 __all__ = ["local_attention", "local_attention_weights"]
 
@@ -40,6 +40,7 @@ def local_attention_weights(
     chunks_after: int = 0,
     causal: bool = True,
     attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
 ) -> Tensor:
     """``softmax_j(q_i . k_j / sqrt(D))`` over the visible keys, ``[B, H, T, T]``; a row that sees no key is all zeros.
 
@@ -56,6 +57,9 @@ def local_attention_weights(
     ).to(q_BHTD.device)[None, None]
     if attention_mask is not None:
         visible_B1TT = visible_B1TT & attention_mask[:, None, None, :]
+    documents_BT = numbered_documents(document_ids, attention_mask, q_BHTD)
+    if documents_BT is not None:
+        visible_B1TT = visible_B1TT & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
     scores_BHTT = q_BHTD @ k_BHTD.transpose(-1, -2) / math.sqrt(q_BHTD.size(-1))
     scores_BHTT = scores_BHTT.masked_fill(~visible_B1TT, torch.finfo(scores_BHTT.dtype).min)
     return scores_BHTT.softmax(-1).masked_fill(~visible_B1TT, 0.0)
@@ -72,6 +76,7 @@ def local_attention(
     chunks_after: int = 0,
     causal: bool = True,
     attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """``out_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j`` over the visible keys, in O(T^2) memory.
@@ -88,5 +93,6 @@ def local_attention(
         chunks_after=chunks_after,
         causal=causal,
         attention_mask=attention_mask,
+        document_ids=document_ids,
     )
     return torch.dropout(weights_BHTT, dropout, train=True) @ v_BHTD

@@ -19,6 +19,7 @@ from hf_longmem.ops._blocks import (
     seeded_generator,
     wide_dtype,
 )
+from hf_longmem.ops.documents import document_numbers
 
 __all__ = ["local_attention"]
 
@@ -43,6 +44,7 @@ def local_attention(
     chunks_after: int = 0,
     causal: bool = True,
     attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Windowed attention, ``out_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j`` over the keys j that query i may see.
@@ -63,6 +65,9 @@ def local_attention(
         chunks_after: chunks it may look ahead; no effect when ``causal``.
         causal: forbid keys after the query.
         attention_mask: bool ``[B, T]``, True for real tokens; any pattern. Padding is never a key.
+        document_ids: ``[B, T]``, integer, rising within a row, equal for the tokens of one document; None when a row
+            is one. No token sees another document. Under ``"sliding"`` each gives what it gives alone; the chunks of
+            ``"chunk"`` are counted from the row's start.
         dropout: probability of dropping a weight. Its seed comes from torch's default CPU generator, which is consumed,
             never reseeded.
 
@@ -75,11 +80,21 @@ def local_attention(
     Source: Kitaev, Kaiser, Levskaya 2020 (arXiv 2001.04451); the layer is that of the authors' Trax.
     """
     check_arguments(q_BHTD, k_BHTD, v_BHTD, rule, chunk_length, chunks_before, chunks_after, attention_mask, dropout)
+    documents_BT = numbered_documents(document_ids, attention_mask, q_BHTD)
     seed = torch.randint(2**62, (), device="cpu") if dropout > 0.0 else None
-    out_BHTD, _ = _attend(
-        q_BHTD, k_BHTD, v_BHTD, attention_mask, seed, rule, chunk_length, chunks_before, chunks_after, causal, dropout
-    )
+    settings = rule, chunk_length, chunks_before, chunks_after, causal, dropout
+    out_BHTD, _ = _attend(q_BHTD, k_BHTD, v_BHTD, attention_mask, documents_BT, seed, *settings)
     return out_BHTD
+
+
+def numbered_documents(document_ids: Tensor | None, attention_mask: Tensor | None, q_BHTD: Tensor) -> Tensor | None:
+    """Number the documents of each row; raise a ValueError if their ids do not fit."""
+    if document_ids is None:
+        return None
+    if document_ids.shape != (q_BHTD.size(0), q_BHTD.size(2)):
+        received = f"{tuple(document_ids.shape)} for q {tuple(q_BHTD.shape)}"
+        raise ValueError(complaint("document_ids must have shape [B, T]", received, "pass one id per token"))
+    return document_numbers(document_ids, attention_mask)
 
 
 def check_arguments(
@@ -185,7 +200,9 @@ def _block_bias(plan: _Plan, rule: str, chunks_before: int, chunks_after: int, c
     return torch.zeros(visible.shape).masked_fill_(~visible, FORBIDDEN).unsqueeze(0)
 
 
-def _tiles(plan: _Plan, shape: torch.Size, bias_1QM: Tensor, attention_mask: Tensor | None) -> Iterator[_Tile]:
+def _tiles(
+    plan: _Plan, shape: torch.Size, bias_1QM: Tensor, attention_mask: Tensor | None, documents_BT: Tensor | None
+) -> Iterator[_Tile]:
     """Every tile, in one fixed order: dropout's draws in backward must follow those of forward."""
     num_rows, num_heads, length, _ = shape
     for row in range(num_rows):
@@ -194,6 +211,8 @@ def _tiles(plan: _Plan, shape: torch.Size, bias_1QM: Tensor, attention_mask: Ten
             bias_XQM = _tile_bias(
                 plan, start, blocks, length, bias_1QM, None if attention_mask is None else attention_mask[row]
             )
+            if documents_BT is not None:
+                bias_XQM = _keep_apart(bias_XQM, plan, start, blocks, documents_BT[row])
             for head in range(0, num_heads, plan.heads):
                 head_stop = min(head + plan.heads, num_heads)
                 shared = bias_XQM.size(0) == 1 or head_stop - head == 1
@@ -214,6 +233,20 @@ def _tile_bias(plan: _Plan, start: int, blocks: int, length: int, bias_1QM: Tens
         return bias_1QM
     real_XM = real.unfold(0, plan.before + plan.queries + plan.after, plan.queries)
     return bias_1QM.expand(blocks, -1, -1).masked_fill(~real_XM.unsqueeze(1), FORBIDDEN)
+
+
+def _keep_apart(bias_XQM: Tensor, plan: _Plan, start: int, blocks: int, documents_T: Tensor) -> Tensor:
+    """The bias of the tile's blocks with other documents than the query's forbidden too."""
+    low, high = start - plan.before, start + blocks * plan.queries + plan.after
+    stretch = documents_T[max(low, 0) : min(high, len(documents_T))]
+    if stretch.device.type == "cpu" and stretch[0] == stretch[-1]:
+        return bias_XQM
+    # Places outside the sequence are forbidden already.
+    stretch = F.pad(stretch, (max(-low, 0), max(high - len(documents_T), 0)))
+    documents_XM = stretch.unfold(0, plan.before + plan.queries + plan.after, plan.queries)
+    own_XQ = documents_XM[:, plan.before : plan.before + plan.queries]
+    other_XQM = own_XQ.unsqueeze(2) != documents_XM.unsqueeze(1)
+    return bias_XQM.expand(blocks, -1, -1).masked_fill(other_XQM, FORBIDDEN)
 
 
 def _stretch(x_BHTD: Tensor, tile: _Tile, low: int, high: int, dtype: torch.dtype) -> Tensor:
@@ -269,6 +302,7 @@ def _attend(
     k_BHTD: Tensor,
     v_BHTD: Tensor,
     attention_mask: Tensor | None,
+    documents_BT: Tensor | None,
     seed: Tensor | None,
     rule: str,
     chunk_length: int,
@@ -286,7 +320,7 @@ def _attend(
     generator = seeded_generator(seed, q_BHTD.device)
     scale = 1.0 / math.sqrt(shape[-1])
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        for tile in _tiles(plan, shape, bias_1QM, attention_mask):
+        for tile in _tiles(plan, shape, bias_1QM, attention_mask, documents_BT):
             low, high = tile.start - plan.before, tile.start + tile.blocks * plan.queries + plan.after
             v_rows = F.pad(_stretch(v_BHTD, tile, low, high, dtype), (0, 1), value=1.0)
             out_XQD, lse_XQ = attend_blocks(
@@ -319,6 +353,7 @@ def _attend_backward(
     out_BHTD: Tensor,
     lse_BHT: Tensor,
     attention_mask: Tensor | None,
+    documents_BT: Tensor | None,
     seed: Tensor | None,
     rule: str,
     chunk_length: int,
@@ -335,7 +370,7 @@ def _attend_backward(
     generator = seeded_generator(seed, q_BHTD.device)
     scale = 1.0 / math.sqrt(shape[-1])
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        for tile in _tiles(plan, shape, bias_1QM, attention_mask):
+        for tile in _tiles(plan, shape, bias_1QM, attention_mask, documents_BT):
             grad_XQD = _queries_of(grad_BHTD, plan, tile, dtype)
             out_XQD = _queries_of(out_BHTD, plan, tile, dtype)
             lse_XQ = _queries_of(lse_BHT.unsqueeze(-1), plan, tile, dtype).squeeze(-1)
@@ -367,6 +402,7 @@ def _(
     k_BHTD: Tensor,
     v_BHTD: Tensor,
     attention_mask: Tensor | None,
+    documents_BT: Tensor | None,
     seed: Tensor | None,
     rule: str,
     chunk_length: int,
@@ -384,15 +420,15 @@ def _(grad_BHTD: Tensor, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *rest: 
 
 
 def _keep_inputs(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q_BHTD, k_BHTD, v_BHTD, attention_mask, seed, *ctx.settings = inputs
+    q_BHTD, k_BHTD, v_BHTD, attention_mask, documents_BT, seed, *ctx.settings = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q_BHTD, k_BHTD, v_BHTD, *output, attention_mask, seed)
+    ctx.save_for_backward(q_BHTD, k_BHTD, v_BHTD, *output, attention_mask, documents_BT, seed)
 
 
 def _differentiate(ctx: Any, grad_out_BHTD: Tensor | None, grad_lse_BHT: Tensor | None) -> tuple:
     if grad_out_BHTD is None:
-        return (None,) * 11
-    return *_attend_backward(grad_out_BHTD, *ctx.saved_tensors, *ctx.settings), *(None,) * 8
+        return (None,) * 12
+    return *_attend_backward(grad_out_BHTD, *ctx.saved_tensors, *ctx.settings), *(None,) * 9
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple:

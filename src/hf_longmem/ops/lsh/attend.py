@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hf_longmem._errors import complaint
 from hf_longmem.ops._blocks import LONELY, attend_blocks, attend_blocks_backward, seeded_generator, wide_dtype
+from hf_longmem.ops.documents import document_numbers
 from hf_longmem.ops.lsh.layout import BucketLayout, ChunkLayout, Layout, Tile
 from hf_longmem.ops.lsh.naive import KEY_NORM_EPSILON
-from hf_longmem.ops.lsh.sorting import Candidates, Merge, pad_tokens, sort_by_bucket
+from hf_longmem.ops.lsh.sorting import Candidates, Merge, document_buckets, pad_tokens, sort_by_bucket
 
 
 def lsh_attention(
@@ -33,6 +34,7 @@ def lsh_attention(
     pad_beyond: int = 0,
     pad_to_multiple_of: int = 1,
     attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Shared-QK attention over hashed candidates: ``o_i = sum_j softmax_j(q_i . k_j) v_j``, j in the union of rounds.
@@ -47,8 +49,7 @@ def lsh_attention(
     Args:
         qk_BHTD: shared queries and keys ``[B, H, T, D]``, floating.
         v_BHTD: values, same shape and dtype.
-        buckets_BHRT: bucket of each token in each round, integer, not negative; see ``hash_vectors``. Adding
-            ``K * document`` keeps documents packed in one row apart (``"bucket"`` only).
+        buckets_BHRT: bucket of each token in each round, integer, not negative; see ``hash_vectors``.
         chunk_length: C, tokens per chunk.
         chunks_before, chunks_after: how many chunks a query looks back and ahead.
         causal: whether only earlier tokens are seen; needs ``chunks_after=0`` under ``"bucket"``.
@@ -59,6 +60,10 @@ def lsh_attention(
             multiple of ``pad_to_multiple_of``. Padding is never seen, but lengthens the ring of chunks of ``"chunk"``
             with ``"sum"``: transformers pads to a common multiple of the chunk lengths of all its layers.
         attention_mask: ``[B, T]``, true (or 1) where a token is real; None when all are.
+        document_ids: ``[B, T]``, integer, rising within a row, equal for the tokens of one document; None when a row
+            is one. No token sees another document. Under ``"bucket"`` each gives what it gives alone; under
+            ``"chunk"`` chunks are counted from the row's start, so that a document's chunks depend on the lengths of
+            those before it (on nothing else of them).
         dropout: probability of dropping an attention weight. The seed is drawn from torch's default CPU generator.
 
     Returns:
@@ -74,7 +79,7 @@ def lsh_attention(
     >>> lsh_attention(qk, qk, buckets, chunk_length=4).shape
     torch.Size([1, 2, 10, 8])
     """
-    _check(qk_BHTD, v_BHTD, buckets_BHRT, attention_mask, chunk_length, chunks_before, chunks_after)
+    _check(qk_BHTD, v_BHTD, buckets_BHRT, attention_mask, document_ids, chunk_length, chunks_before, chunks_after)
     if candidates not in ("bucket", "chunk"):
         raise ValueError(complaint("candidates must be 'bucket' or 'chunk'", repr(candidates), "choose one of them"))
     if merge not in ("union", "sum"):
@@ -86,11 +91,16 @@ def lsh_attention(
     if pad_beyond < 0 or pad_to_multiple_of < 1:
         rule = "pad_beyond must be at least 0, pad_to_multiple_of at least 1"
         raise ValueError(complaint(rule, f"{pad_beyond} and {pad_to_multiple_of}", "leave both out"))
+    numbers_BT = None
+    if document_ids is not None:
+        numbers_BT = document_numbers(document_ids, attention_mask)
+        buckets_BHRT = document_buckets(buckets_BHRT, numbers_BT)
     length = qk_BHTD.shape[2]
     padding = -length % pad_to_multiple_of if length > pad_beyond else 0
     if padding:
         v_BHTD = torch.nn.functional.pad(v_BHTD, (0, 0, 0, padding))
         qk_BHTD, buckets_BHRT, attention_mask = pad_tokens(qk_BHTD, buckets_BHRT, attention_mask, padding)
+        numbers_BT = None if numbers_BT is None else torch.nn.functional.pad(numbers_BT, (0, padding))
     # A CPU tensor, so that neither the device waits nor a traced graph breaks; advancing the default generator makes
     # torch.manual_seed reproduce a run.
     seed = torch.randint(2**62, ()) if dropout > 0.0 else None
@@ -102,6 +112,7 @@ def lsh_attention(
             v_BHTD,
             buckets_BHRT,
             attention_mask,
+            numbers_BT if candidates == "chunk" else None,  # no two documents share a bucket
             seed,
             chunk_length,
             chunks_before,
@@ -115,7 +126,14 @@ def lsh_attention(
 
 
 def _check(
-    qk: Tensor, v: Tensor, buckets: Tensor, mask: Tensor | None, chunk_length: int, before: int, after: int
+    qk: Tensor,
+    v: Tensor,
+    buckets: Tensor,
+    mask: Tensor | None,
+    documents: Tensor | None,
+    chunk_length: int,
+    before: int,
+    after: int,
 ) -> None:
     if qk.dim() != 4 or v.shape != qk.shape:
         raise ValueError(
@@ -134,10 +152,10 @@ def _check(
                 "take them from hash_vectors(qk, ...)",
             )
         )
-    if mask is not None and mask.shape != (batch, length):
-        raise ValueError(
-            complaint(f"attention_mask must be [{batch}, {length}]", tuple(mask.shape), "give one value per token")
-        )
+    for name, values in (("attention_mask", mask), ("document_ids", documents)):
+        if values is not None and values.shape != (batch, length):
+            rule = f"{name} must be [{batch}, {length}]"
+            raise ValueError(complaint(rule, tuple(values.shape), "give one value per token"))
     if chunk_length < 1 or before < 0 or after < 0:
         raise ValueError(
             complaint(
@@ -152,6 +170,7 @@ def _layout(
     order_BHRT: Tensor,
     buckets_BHRT: Tensor,
     mask_BT: Tensor | None,
+    documents_BT: Tensor | None,
     chunk_length: int,
     before: int,
     after: int,
@@ -164,7 +183,8 @@ def _layout(
     if candidates == "bucket":
         before, after = min(chunk_length * before, length), min(chunk_length * after, length)
         return BucketLayout(order_BHRT, buckets_BHRT, mask_BT, before, after, once=once)
-    return ChunkLayout(order_BHRT, mask_BT, min(chunk_length, length), before, after, causal=causal, once=once)
+    chunk_length = min(chunk_length, length)
+    return ChunkLayout(order_BHRT, mask_BT, documents_BT, chunk_length, before, after, causal=causal, once=once)
 
 
 def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,6 +223,7 @@ def attend_tiles(
     v_BHTD: Tensor,
     buckets_BHRT: Tensor,
     attention_mask: Tensor | None,
+    documents_BT: Tensor | None,
     seed: Tensor | None,
     chunk_length: int,
     chunks_before: int,
@@ -224,6 +245,7 @@ def attend_tiles(
             order_BHRT,
             buckets_BHRT,
             attention_mask,
+            documents_BT,
             chunk_length,
             chunks_before,
             chunks_after,
@@ -277,6 +299,7 @@ def _(
     v_BHTD: Tensor,
     buckets_BHRT: Tensor,
     attention_mask: Tensor | None,
+    documents_BT: Tensor | None,
     seed: Tensor | None,
     *settings: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,6 +316,7 @@ def attend_tiles_backward(
     v_BHTD: Tensor,
     buckets_BHRT: Tensor,
     attention_mask: Tensor | None,
+    documents_BT: Tensor | None,
     seed: Tensor | None,
     out_BHTD: Tensor,
     lse_BHT: Tensor,
@@ -317,6 +341,7 @@ def attend_tiles_backward(
             order_BHRT.long(),
             buckets_BHRT,
             attention_mask,
+            documents_BT,
             chunk_length,
             chunks_before,
             chunks_after,
@@ -375,17 +400,17 @@ def _(grad_out_BHTD: Tensor, qk_BHTD: Tensor, v_BHTD: Tensor, *rest: object) -> 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    tensors, ctx.settings = inputs[:5], inputs[5:]
+    tensors, ctx.settings = inputs[:6], inputs[6:]
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * (5 + len(ctx.settings))
+        return (None,) * (6 + len(ctx.settings))
     with torch.autocast(grad_out.device.type, enabled=False):
         grads = _attend_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *(None,) * (3 + len(ctx.settings)))
+    return (*grads, *(None,) * (4 + len(ctx.settings)))
 
 
 _attend.register_autograd(_backward, setup_context=_save)

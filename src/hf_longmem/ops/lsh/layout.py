@@ -181,6 +181,7 @@ class ChunkLayout:
 
     With ``once`` every round stands alone and a key counts in the first round that offers it. Without, the rounds of a
     row and head form a ring: the first chunk of a round has the last chunk of the round before as its neighbour.
+    Chunks may hold the end of one document and the beginning of another, which do not see each other.
     """
 
     bias_unit = -LONELY
@@ -189,6 +190,7 @@ class ChunkLayout:
         self,
         order_BHRT: Tensor,
         mask_BT: Tensor | None,
+        documents_BT: Tensor | None,
         chunk_length: int,
         before: int,
         after: int,
@@ -225,6 +227,10 @@ class ChunkLayout:
         self.positions_S = torch.full((self.slots + 2,), unseen, dtype=torch.int32, device=device)
         self.positions_S[: self.slots] = positions_BT[:, None].expand(batch, heads, length).reshape(-1)
         self.unseen = unseen
+        self.documents_S: Tensor | None = None
+        if documents_BT is not None:
+            documents_BHT = documents_BT.int()[:, None].expand(batch, heads, length)
+            self.documents_S = torch.nn.functional.pad(documents_BHT.reshape(-1), (0, 2))
         if once and rounds > 1:
             chunk_T = torch.arange(length, dtype=torch.int32, device=device) // chunk_length
             self.chunk_of_RS = torch.full((rounds, self.slots + 2), unseen // 4, dtype=torch.int32, device=device)
@@ -269,6 +275,9 @@ class ChunkLayout:
         bias_XQM = steps_XQM.to(dtype)
         if not self.causal:
             bias_XQM.sub_((positions_XM == self.unseen).to(dtype).mul_(2)[:, None, :])
+        if self.documents_S is not None:
+            documents_XM = self.documents_S[tile.key_slots].view(tile.blocks, tile.keys)
+            bias_XQM.sub_((documents_XM[:, own, None] != documents_XM[:, None, :]).to(dtype).mul_(2))
         if self.once and tile.round:
             chunks_RXM = 2 * self.chunk_of_RS[: tile.round, tile.key_slots].view(-1, tile.blocks, tile.keys)
             middle, half = self.before - self.after, self.before + self.after

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_longmem.ops.lsh.sorting import Candidates, Merge, pad_tokens, sort_by_bucket
+from hf_longmem.ops.documents import document_numbers
+from hf_longmem.ops.lsh.sorting import Candidates, Merge, document_buckets, pad_tokens, sort_by_bucket
 
 KEY_NORM_EPSILON = 1e-6
 
@@ -35,13 +36,16 @@ def candidate_counts(
     candidates: Candidates,
     merge: Merge,
     attention_mask: Tensor | None,
+    numbers_BT: Tensor | None = None,
 ) -> Tensor:
     """How often round r offers key j to query i, ``[B, H, R, T, T]`` int, without the token itself.
 
     Under ``"bucket"`` it is 0 or 1. Under ``"chunk"`` with ``"sum"`` the rounds form one ring, as in Trax and
     transformers: the first chunk of a round looks back into the last chunk of the round before, so that a key can
-    be offered twice.
+    be offered twice. ``numbers_BT`` numbers the documents of each row from 0.
     """
+    if numbers_BT is not None:
+        buckets_BHRT = document_buckets(buckets_BHRT, numbers_BT)
     batch, heads, rounds, length = buckets_BHRT.shape
     device = buckets_BHRT.device
     real_BT = attention_mask.bool() if attention_mask is not None else torch.ones(batch, length, device=device).bool()
@@ -70,6 +74,8 @@ def candidate_counts(
     index = torch.arange(length, device=device)
     allowed_TT = index[:, None] > index[None, :] if causal else index[:, None] != index[None, :]
     allowed_BTT = allowed_TT & real_BT[:, None, :] & real_BT[:, :, None]
+    if numbers_BT is not None:
+        allowed_BTT &= numbers_BT[:, :, None] == numbers_BT[:, None, :]
     return counts_BHRTT * allowed_BTT[:, None, None].int()
 
 
@@ -86,6 +92,7 @@ def lsh_attention_weights(
     pad_beyond: int = 0,
     pad_to_multiple_of: int = 1,
     attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
 ) -> Tensor:
     """Dense attention weights ``softmax_j(q_i . k_j + log n_ij)``, each row summing to 1.
 
@@ -96,17 +103,19 @@ def lsh_attention_weights(
         qk_BHTD: shared queries and keys ``[B, H, T, D]``, floating.
         buckets_BHRT: bucket of each token in each round ``[B, H, R, T]``, integer.
         chunk_length, chunks_before, chunks_after, causal, candidates, merge, pad_beyond, pad_to_multiple_of,
-            attention_mask: as in :func:`hf_longmem.ops.lsh.lsh_attention`.
+            attention_mask, document_ids: as in :func:`hf_longmem.ops.lsh.lsh_attention`.
 
     Returns:
         ``[B, H, T, T]``.
 
     Source: Kitaev et al. 2020, equations 2 to 6.
     """
+    numbers_BT = None if document_ids is None else document_numbers(document_ids, attention_mask)
     length = qk_BHTD.shape[2]
     if length > pad_beyond and length % pad_to_multiple_of:
         padding = -length % pad_to_multiple_of
         qk_BHTD, buckets_BHRT, attention_mask = pad_tokens(qk_BHTD, buckets_BHRT, attention_mask, padding)
+        numbers_BT = None if numbers_BT is None else torch.nn.functional.pad(numbers_BT, (0, padding))
     counts_BHRTT = candidate_counts(
         buckets_BHRT,
         chunk_length=chunk_length,
@@ -116,6 +125,7 @@ def lsh_attention_weights(
         candidates=candidates,
         merge=merge,
         attention_mask=attention_mask,
+        numbers_BT=numbers_BT,
     )
     offers_BHTT = counts_BHRTT.sum(dim=2)
     if merge == "union":
@@ -142,6 +152,7 @@ def lsh_attention(
     pad_beyond: int = 0,
     pad_to_multiple_of: int = 1,
     attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
 ) -> Tensor:
     """Output of the dense weights of :func:`lsh_attention_weights`: ``o_i = sum_j w_ij v_j``, ``[B, H, T, D]``."""
     weights_BHTT = lsh_attention_weights(
@@ -156,5 +167,6 @@ def lsh_attention(
         pad_beyond=pad_beyond,
         pad_to_multiple_of=pad_to_multiple_of,
         attention_mask=attention_mask,
+        document_ids=document_ids,
     )
     return weights_BHTT @ v_BHTD

@@ -35,6 +35,18 @@ def sort_by_bucket(buckets_BHRT: Tensor, attention_mask: Tensor | None = None) -
     return torch.sort(keys_BHRT, dim=-1).indices
 
 
+def document_buckets(buckets_BHRT: Tensor, numbers_BT: Tensor) -> Tensor:
+    """Keep the documents of a row apart: ``b + K n``, int64, for bucket b of document n and K above every bucket.
+
+    >>> document_buckets(torch.tensor([[[[1, 0, 1, 0]]]]), torch.tensor([[0, 0, 1, 1]]))
+    tensor([[[[1, 0, 3, 2]]]])
+    """
+    if buckets_BHRT.numel() == 0:
+        return buckets_BHRT.long()
+    count = buckets_BHRT.amax().long() + 1
+    return buckets_BHRT + (count * numbers_BT)[:, None, None, :]
+
+
 def pad_tokens(
     x_BHTD: Tensor, buckets_BHRT: Tensor, attention_mask: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
