@@ -100,3 +100,12 @@ def test_parameters_are_computed_once_and_usable_after_inference_mode() -> None:
     mu = torch.tensor([0.5], requires_grad=True)
     expected_basis(mu, torch.tensor([0.01]), *first).sum().backward()
     assert mu.grad is not None
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 1e-20), (torch.float64, 1e-140)])
+def test_a_function_far_away_is_negligible_and_not_subnormal(dtype: torch.dtype, least: float) -> None:
+    basis = GaussianBasis(16, (0.01, 0.05))
+    values = evaluate_basis(torch.linspace(0, 1, 400, dtype=dtype), *basis_parameters(basis, dtype=dtype))
+    peak = values.max(dim=0).values
+    assert (values >= least * peak).all()
+    assert ((values / peak).min(dim=0).values < 1e-17).all()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_longmem._errors import complaint
-from hf_longmem.ops.continuous.basis import GaussianBasis, basis_parameters
+from hf_longmem.ops.continuous.basis import GaussianBasis, basis_parameters, negligible_exponent
 
 
 class MemoryRead(NamedTuple):
@@ -84,16 +85,78 @@ def read_values(mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: Gau
 
     Source: Martins et al. 2021 (arXiv 2109.00301), section 2.2.
     """
+    if torch.is_grad_enabled() and (mu_BHT.requires_grad or variance_BHT.requires_grad or v_BHND.requires_grad):
+        return _ReadValues.apply(mu_BHT, variance_BHT, v_BHND, basis)
+    return _read_values(mu_BHT, variance_BHT, v_BHND, basis)
+
+
+def _read_values(
+    mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis, kept: list[Tensor] | None = None
+) -> Tensor:
+    """Average the values; ``kept`` takes what a backward pass needs: of each width the shape of r, and the sums."""
+    context_BHTD = mu_BHT.new_zeros(())
+    with torch.autocast(mu_BHT.device.type, enabled=False):
+        for distance_BHTn, v_BHnD, width in _widths(mu_BHT, v_BHND, basis):
+            total_BHT1 = variance_BHT.unsqueeze(-1) + width**2
+            # In place: a fresh table of this size costs more than what is computed in it.
+            exponent_BHTn = distance_BHTn.square().mul_(-0.5 / total_BHT1)
+            shape_BHTn = exponent_BHTn.clamp_(min=negligible_exponent(mu_BHT.dtype)).exp_().to(v_BHND.dtype)
+            sums_BHTD = shape_BHTn @ v_BHnD
+            context_BHTD = context_BHTD + sums_BHTD * torch.rsqrt(2 * math.pi * total_BHT1)
+            if kept is not None:
+                kept += [shape_BHTn, sums_BHTD]
+    return context_BHTD
+
+
+def _widths(mu_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """For each width of the basis: distances from the means to its n centres [B, H, T, n], its values, the width."""
     num_widths = len(basis.widths)
     centres_N, _ = basis_parameters(basis, device=mu_BHT.device, dtype=mu_BHT.dtype)
-    context_BHTD = mu_BHT.new_zeros(())
     for k, width in enumerate(basis.widths):
         if k == 0 or basis.num_basis % num_widths:  # otherwise every width has the same centres
-            squared = (mu_BHT.unsqueeze(-1) - centres_N[k::num_widths]).square()
-        total = variance_BHT.unsqueeze(-1) + width**2
-        shape = torch.exp(squared * (-0.5 / total)).to(v_BHND.dtype)
-        context_BHTD = context_BHTD + (shape @ v_BHND[..., k::num_widths, :]) * torch.rsqrt(2 * math.pi * total)
-    return context_BHTD
+            distance_BHTn = mu_BHT.unsqueeze(-1) - centres_N[k::num_widths]
+        yield distance_BHTn, v_BHND[..., k::num_widths, :], width
+
+
+class _ReadValues(torch.autograd.Function):
+    """Reading, with a backward pass that keeps one table [B, H, T, N] and makes no sum of large terms that cancel.
+
+    With ``r = n e^z``, ``n = (2 pi t)^-1/2``, ``z = -d^2 / 2t``, ``d = mu - m_j`` and ``t = sigma^2 + s_j^2``, and
+    ``p_j = (n g . V_j) e^z_j`` for the context's gradient g: ``dL/dmu = -sum p_j d_j / t`` and
+    ``dL/dsigma^2 = sum p_j d_j^2 / 2t^2 - n g . (sum e^z_j V_j) / 2t``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis) -> Tensor:
+        kept: list[Tensor] = []
+        context_BHTD = _read_values(mu_BHT, variance_BHT, v_BHND, basis, kept)
+        ctx.basis = basis
+        ctx.save_for_backward(mu_BHT, variance_BHT, v_BHND, *kept)
+        return context_BHTD
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:
+        mu_BHT, variance_BHT, v_BHND, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # Asked for a graph of the gradient, this is plain autograd.
+            given = (mu_BHT, variance_BHT, v_BHND)
+            inputs = [part for part, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(_read_values(*given, ctx.basis), inputs, grad_BHTD, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
+        grad_mu_BHT, grad_variance_BHT = torch.zeros_like(mu_BHT), torch.zeros_like(variance_BHT)
+        grad_v_BHND = torch.empty_like(v_BHND)
+        num_widths = len(ctx.basis.widths)
+        for k, (distance_BHTn, v_BHnD, width) in enumerate(_widths(mu_BHT, v_BHND, ctx.basis)):
+            shape_BHTn, sums_BHTD = kept[2 * k], kept[2 * k + 1]
+            total_BHT = variance_BHT + width**2
+            scaled_BHTD = grad_BHTD * torch.rsqrt(2 * math.pi * total_BHT).unsqueeze(-1)
+            narrow_BHTD = scaled_BHTD.to(v_BHND.dtype)
+            grad_v_BHND[..., k::num_widths, :] = shape_BHTn.mT @ narrow_BHTD
+            p_BHTn = (narrow_BHTD @ v_BHnD.mT).mul_(shape_BHTn).to(mu_BHT.dtype).mul_(distance_BHTn)
+            grad_mu_BHT -= p_BHTn.sum(dim=-1) / total_BHT
+            spread_BHT = p_BHTn.mul_(distance_BHTn).sum(dim=-1) / total_BHT
+            grad_variance_BHT += (spread_BHT - (scaled_BHTD * sums_BHTD).sum(dim=-1)) / (2 * total_BHT)
+        return grad_mu_BHT, grad_variance_BHT, grad_v_BHND, None
 
 
 def read_memory(
@@ -129,7 +192,7 @@ def read_memory(
     mu_BHT, variance_BHT = read_density(q_BHTD, keys_BH2D, variance_floor=variance_floor)
     context_BHTD = read_values(mu_BHT, variance_BHT, v_BHND, basis).to(q_BHTD.dtype)
     if written_B is not None:
-        context_BHTD = torch.where(written_B[:, None, None, None], context_BHTD, torch.zeros_like(context_BHTD))
+        context_BHTD = torch.where(written_B[:, None, None, None], context_BHTD, 0.0)
     return MemoryRead(context_BHTD, mu_BHT, variance_BHT)
 
 
