@@ -107,6 +107,18 @@ def documents(data: DataArguments) -> DatasetDict:
         return split_documents(documents, data.held_out_fraction)
 
 
+def description(data: DataArguments) -> tuple[str, list[str]]:
+    """Where the text is from, in one line for people, and the names of data sets on the Hub."""
+    if data.dataset is not None:
+        config = f" ({data.dataset_config})" if data.dataset_config else ""
+        on_hub = not Path(data.dataset).exists()
+        name = data.dataset if on_hub else Path(data.dataset).name
+        return f"The data set {name}{config}.", [name] if on_hub else []
+    if data.text is not None:
+        return f"The text files {', '.join(Path(text).name for text in data.text)}.", []
+    return "Python's own documentation and standard library.", []
+
+
 def tokenizer(model_arguments: ModelArguments) -> PreTrainedTokenizerBase:
     source = model_arguments.tokenizer_name or model_arguments.model_name_or_path
     if source is None:

@@ -24,6 +24,7 @@ import hf_longmem  # noqa: F401 (registers the architectures)
 from hf_longmem.cli import inputs
 from hf_longmem.cli.arguments import parse
 from hf_longmem.cli.errors import CommandError
+from hf_longmem.hub.training_card import write_training_card
 from hf_longmem.training.peak_memory import peak_memory
 
 # Bits: a reloaded model must give the loss it had; far above float noise, far below any real difference.
@@ -74,6 +75,10 @@ def run(arguments: Sequence[str]) -> None:
         trainer.save_state()
         model = _reloaded(trainer, results.get("bits"))
         trainer.save_metrics("all", results, combined=False)
+        if trainer.is_world_process_zero():
+            source, datasets = inputs.description(data_arguments)
+            data = "\n* ".join([f"{source}\n", *_sizes(documents, train, held_out).splitlines()])
+            write_training_card(trainer, arguments, data=data, datasets=datasets, metrics=results, unit=unit)
     if run_arguments.max_new_tokens > 0 and trainer.is_world_process_zero():
         say(_continuation(model, tokenizer, prompt, run_arguments.max_new_tokens))
     say(_summary(results, unit, training.output_dir if training.do_train else None))
@@ -133,13 +138,17 @@ def _continuation(
 
 
 def _description(documents: DatasetDict, train: Dataset, held_out: Dataset, model: PreTrainedModel) -> str:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"{_sizes(documents, train, held_out)}\nmodel: {model.config.model_type}, {parameters:,} parameters"
+
+
+def _sizes(documents: DatasetDict, train: Dataset, held_out: Dataset) -> str:
     tokens = {"train": _count(train), "held_out": _count(held_out)}
     lines = []
     for split, title in (("train", "training text"), ("held_out", "held-out text")):
         size = sum(len(text.encode("utf-8")) for text in documents[split]["text"])
         lines.append(f"{title}: {len(documents[split])} documents, {size:,} bytes; {tokens[split]:,} tokens of it used")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return "\n".join([*lines, f"model: {model.config.model_type}, {parameters:,} parameters"])
+    return "\n".join(lines)
 
 
 def _count(sequences: Dataset) -> int:

@@ -69,7 +69,7 @@ class CardFacts:
         path: what to pass to ``from_pretrained``; default ``name``.
         notes: a paragraph of one's own.
         num_parameters: parameters of the model.
-        data: what it was trained on.
+        data: what it was trained on, its name in the first line.
         datasets, language, license, base_model: as the Hub's metadata names them.
         command: the one that made the model.
         measured_by: the command that measured the results; default ``command``.
@@ -212,7 +212,7 @@ def _metadata(config: PreTrainedConfig, facts: CardFacts, text: ModelText, auto_
     task = _TASKS.get(auto_class)
     results = []
     if task and facts.data and "bits" in facts.metrics:
-        name = facts.datasets[0] if facts.datasets else facts.data.split(".")[0]
+        name = facts.datasets[0] if facts.datasets else facts.data.splitlines()[0].rstrip(".")
         results.append(
             EvalResult(
                 task_type=task,
