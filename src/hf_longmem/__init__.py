@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_longmem._version import __version__
 
 if TYPE_CHECKING:
+    from hf_longmem.data.collators import DataCollatorForLongSequences
     from hf_longmem.data.stream_collator import DataCollatorForStreams
     from hf_longmem.data.streams import DocumentStreams
     from hf_longmem.hub.bundle import bundle
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BitsPerByte",
+    "DataCollatorForLongSequences",
     "DataCollatorForStreams",
     "DocumentStreams",
     "InfiniteFormerCache",
@@ -87,6 +89,7 @@ __all__ = [
 ]
 
 _PUBLIC = {
+    "hf_longmem.data.collators": {"DataCollatorForLongSequences"},
     "hf_longmem.data.stream_collator": {"DataCollatorForStreams"},
     "hf_longmem.data.streams": {"DocumentStreams"},
     "hf_longmem.hub.bundle": {"bundle"},
