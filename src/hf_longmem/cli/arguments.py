@@ -8,17 +8,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_longmem._errors import complaint
-from hf_longmem.cli.errors import CommandError, user_mistakes
+from hf_longmem.cli.errors import CommandError, CommandParser, user_mistakes
+from hf_longmem.cli.first_run import BUILT_IN_EVAL_TOKENS, BUILT_IN_TRAIN_TOKENS, FLAGS
 
-# The built-in text is larger than a first run needs: by default this many sequences of it are used.
-BUILT_IN_TRAIN_SAMPLES = 400
-BUILT_IN_EVAL_SAMPLES = 32
+
+def _help(text: str, default: str = "the checkpoint's, or that of the model type") -> dict[str, str]:
+    """The help of a field whose own default is None; it says what holds then, instead of None."""
+    return {"help": f"{text} (default: {default})%(default).0s"}
 
 
 @dataclass
@@ -28,37 +30,74 @@ class ModelArguments:
     _argument_group_name = "model"
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Continue from this checkpoint (a folder or a name on the Hub)."}
+        default=None, metadata=_help("Continue from this checkpoint, a folder or a name on the Hub.", "none")
     )
     model_type: str = field(
         default="reformer_lsh",
         metadata={
-            "help": "Without a checkpoint: train this architecture from scratch; any model type of transformers."
+            "help": "Without a checkpoint: train this architecture from scratch; reformer_lsh, infinite_former, or any "
+            "other model type of transformers."
         },
     )
     tokenizer_name: str | None = field(
+        default=None, metadata=_help("A tokenizer's folder or name.", "the checkpoint's, or else bytes (ByT5)")
+    )
+    hidden_size: int | None = field(default=None, metadata=_help("Width of the model."))
+    num_hidden_layers: int | None = field(
+        default=None, metadata=_help("Layers; of reformer_lsh, attn_layers says how many.")
+    )
+    num_attention_heads: int | None = field(default=None, metadata=_help("Heads."))
+    feed_forward_size: int | None = field(default=None, metadata=_help("Width inside a feed-forward layer."))
+    position_embedding_type: str | None = field(
+        default=None, metadata=_help("Of reformer_lsh axial, learned or rotary; of infinite_former rotary or relative.")
+    )
+    max_position_embeddings: int | None = field(
         default=None,
-        metadata={"help": "A tokenizer's folder or name; default: the checkpoint's, or else bytes (ByT5)."},
+        metadata=_help(
+            "Longest sequence the model can read, where it has a limit.", "the checkpoint's, or sequence_length"
+        ),
     )
     attn_layers: list[str] | None = field(
-        default=None, metadata={"help": "Kind of attention of each layer, for instance: local lsh local lsh."}
+        default=None, metadata=_help("reformer_lsh: attention of each layer, for instance: local lsh local lsh.")
     )
-    hidden_size: int | None = field(default=None, metadata={"help": "Width of the model."})
-    feed_forward_size: int | None = field(default=None, metadata={"help": "Width inside a feed-forward layer."})
-    num_attention_heads: int | None = field(default=None, metadata={"help": "Heads."})
-    num_hashes: int | None = field(default=None, metadata={"help": "Hash rounds."})
-    num_buckets: int | None = field(default=None, metadata={"help": "Hash buckets of a round, even."})
-    lsh_attn_chunk_length: int | None = field(default=None, metadata={"help": "Chunk length of LSH attention."})
-    local_attn_chunk_length: int | None = field(default=None, metadata={"help": "Chunk length of local attention."})
-    position_embedding_type: str | None = field(default=None, metadata={"help": "axial, learned or rotary."})
-    max_position_embeddings: int | None = field(
-        default=None, metadata={"help": "Longest sequence the model can read; default: sequence_length."}
+    num_hashes: int | None = field(default=None, metadata=_help("reformer_lsh: hash rounds."))
+    num_buckets: int | None = field(default=None, metadata=_help("reformer_lsh: hash buckets of a round, even."))
+    lsh_attn_chunk_length: int | None = field(
+        default=None, metadata=_help("reformer_lsh: chunk length of LSH attention.")
+    )
+    local_attn_chunk_length: int | None = field(
+        default=None, metadata=_help("reformer_lsh: chunk length of local attention.")
+    )
+    segment_length: int | None = field(
+        default=None, metadata=_help("infinite_former: tokens that are written to the memory at once.")
+    )
+    short_term_window: int | None = field(
+        default=None, metadata=_help("infinite_former: tokens before its segment that a token attends to directly.")
+    )
+    num_basis: int | None = field(default=None, metadata=_help("infinite_former: basis functions of a memory."))
+    num_samples: int | None = field(
+        default=None, metadata=_help("infinite_former: at how many points the past is sampled when it is contracted.")
+    )
+    memory_layers: list[int] | None = field(
+        default=None, metadata=_help("infinite_former: which layers have a memory, for instance: 1 3.")
+    )
+    memory_decay: str | None = field(
+        default=None, metadata=_help("infinite_former: share of the line that the past keeps at a write, or uniform.")
+    )
+    sticky_memories: bool | None = field(
+        default=None, metadata=_help("infinite_former: true samples the past where attention went.")
+    )
+    memory_kl_weight: float | None = field(
+        default=None, metadata=_help("infinite_former: weight of the memory's regulariser in the loss.")
+    )
+    bptt_segments: int | None = field(
+        default=None, metadata=_help("infinite_former: segments that gradients flow through.")
     )
     config_overrides: list[str] | None = field(
         default=None,
-        metadata={
-            "help": "Any other fields of the config, as NAME=VALUE, for instance: round_merge=sum reversible=false."
-        },
+        metadata=_help(
+            "Any other fields of the config, as NAME=VALUE, for instance: round_merge=sum reversible=false.", "none"
+        ),
     )
 
     def config_values(self) -> dict[str, Any]:
@@ -66,6 +105,9 @@ class ModelArguments:
         own = ("model_name_or_path", "model_type", "tokenizer_name", "config_overrides")
         flags = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in own}
         values = {name: value for name, value in flags.items() if value is not None}
+        if self.memory_decay is not None:
+            # A number, or a word.
+            values["memory_decay"] = yaml.safe_load(self.memory_decay)
         for override in self.config_overrides or ():
             name, equals, value = override.partition("=")
             if not equals or not name:
@@ -84,24 +126,36 @@ class DataArguments:
     _argument_group_name = "data"
 
     text: list[str] | None = field(
-        default=None, metadata={"help": "Text files in UTF-8, one document each; 5 %% of them are held out."}
+        default=None,
+        metadata=_help("Text files in UTF-8, one document each; 5 %% of them are held out.", "Python's own text"),
     )
     dataset: str | None = field(
-        default=None, metadata={"help": "A text data set: a name on the Hub, or a folder (datasets library)."}
+        default=None, metadata=_help("A text data set: a name on the Hub, or a folder (datasets library).", "none")
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "The data set's configuration."})
+    dataset_config: str | None = field(default=None, metadata=_help("The data set's configuration.", "its own"))
     text_column: str = field(default="text", metadata={"help": "The data set's column with the text."})
-    sequence_length: int = field(default=4096, metadata={"help": "Tokens of a training sequence."})
+    streams: bool | None = field(
+        default=None,
+        metadata=_help(
+            "true reads documents whole, piece by piece, and the memory goes from one training step to the next; false "
+            "joins documents and cuts them into sequences.",
+            "true for models with a memory",
+        ),
+    )
+    sequence_length: int = field(
+        default=4096,
+        metadata={
+            "help": "Tokens of a training sequence; of streams, of a row in a step, and 256 for infinite_former."
+        },
+    )
     held_out_fraction: float = field(default=0.05, metadata={"help": "Part of the documents to hold out."})
     max_train_samples: int | None = field(
         default=None,
-        metadata={"help": f"Most sequences to train on; default: all, of the built-in text {BUILT_IN_TRAIN_SAMPLES}."},
+        metadata=_help("Most sequences to train on.", f"all, of the built-in text {BUILT_IN_TRAIN_TOKENS:,} tokens"),
     )
     max_eval_samples: int | None = field(
         default=None,
-        metadata={
-            "help": f"Most sequences to evaluate on; default: all, of the built-in text {BUILT_IN_EVAL_SAMPLES}."
-        },
+        metadata=_help("Most sequences to evaluate on.", f"all, of the built-in text {BUILT_IN_EVAL_TOKENS:,} tokens"),
     )
 
     def __post_init__(self) -> None:
@@ -122,7 +176,7 @@ class RunArguments:
         metadata={"help": "Write into an output_dir that is not empty, replacing files of the same name."},
     )
     prompt: str | None = field(
-        default=None, metadata={"help": "Text to continue at the end; default: the start of the held-out text."}
+        default=None, metadata=_help("Text to continue at the end.", "the start of the held-out text")
     )
     max_new_tokens: int = field(default=200, metadata={"help": "Tokens to generate at the end; 0 generates nothing."})
 
@@ -155,9 +209,8 @@ class LanguageModelingArguments(TrainingArguments):
     dataloader_pin_memory: bool = _default("dataloader_pin_memory", False)
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(message)
+class _Parser(CommandParser, HfArgumentParser):
+    """HfArgumentParser whose complaints are the command's."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, RunArguments, LanguageModelingArguments]:
@@ -180,6 +233,9 @@ def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, RunA
     arguments = list(arguments)
     if arguments and arguments[0].endswith((".json", ".yaml", ".yml")):
         arguments = _flags_of_file(Path(arguments[0])) + arguments[1:]
+    chosen, _ = parser.parse_known_args(arguments)
+    if chosen.model_name_or_path is None:
+        parser.set_defaults(**FLAGS.get(chosen.model_type, {}))
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [f.name for group in groups for f in dataclasses.fields(group) if f.init]

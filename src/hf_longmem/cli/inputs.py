@@ -1,4 +1,4 @@
-"""What the arguments of `longmem train` stand for: documents, tokenizer, model, sequences, the checkpoint to resume."""
+"""What the arguments of `longmem train` stand for: documents, tokenizer, model, prompt, the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import DatasetDict
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -21,34 +21,17 @@ from transformers import (
 )
 
 from hf_longmem._errors import complaint
+from hf_longmem.cli import first_run
 from hf_longmem.cli.arguments import (
-    BUILT_IN_EVAL_SAMPLES,
-    BUILT_IN_TRAIN_SAMPLES,
     DataArguments,
     LanguageModelingArguments,
     ModelArguments,
     RunArguments,
 )
 from hf_longmem.cli.errors import CommandError, user_mistakes
-from hf_longmem.data.text import load_documents, pack_documents, python_documents, read_documents, split_documents
+from hf_longmem.data.text import load_documents, python_documents, read_documents, split_documents
 from hf_longmem.training.checkpoints import checkpoint_fault, checkpoint_world_size, last_complete_checkpoint
 
-# What a first run on a small machine should be: flags win, and a checkpoint brings its own.
-FIRST_RUN: dict[str, dict[str, Any]] = {
-    "reformer_lsh": {
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "attn_layers": ["local", "lsh"],
-        "num_hashes": 2,
-        "local_attn_chunk_length": 16,
-        "position_embedding_type": "rotary",
-        # About 1 / sqrt(hidden_size): a few hundred steps do not make up for a smaller start.
-        "initializer_range": 0.08,
-        # Every text is seen once: there is nothing to overfit, and drawing masks costs a quarter of the time on a CPU.
-        "hidden_dropout_prob": 0.0,
-        "local_attention_probs_dropout_prob": 0.0,
-    },
-}
 PROMPT_TOKENS = 256
 
 
@@ -141,13 +124,14 @@ def model(model_arguments: ModelArguments, data: DataArguments, tokenizer: PreTr
         _refuse_unknown(given, CONFIG_MAPPING[kind])
         values = {
             "vocab_size": len(tokenizer),
-            "max_position_embeddings": data.sequence_length,
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
         }
+        if hasattr(CONFIG_MAPPING[kind](), "max_position_embeddings"):
+            values["max_position_embeddings"] = data.sequence_length
         with user_mistakes(*mistakes):
-            config = AutoConfig.for_model(kind, **(values | FIRST_RUN.get(kind, {}) | given))
+            config = AutoConfig.for_model(kind, **(values | first_run.CONFIG.get(kind, {}) | given))
             model = AutoModelForCausalLM.from_config(config)
     else:
         with user_mistakes(*mistakes, prefix=f"{name}: "):
@@ -181,13 +165,13 @@ def _refuse_unknown(given: dict[str, Any], config_class: Any) -> None:
 
 
 def prompt(
-    run_arguments: RunArguments, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, held_out: Dataset
+    run_arguments: RunArguments, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, held_out: list[int]
 ) -> torch.Tensor:
     """The tokens to continue, of shape [1, T]; checked here, before the time that training takes."""
     longest = getattr(model.config, "max_position_embeddings", None)
     room = PROMPT_TOKENS if longest is None else longest - run_arguments.max_new_tokens
     if run_arguments.prompt is None:
-        tokens = held_out[0]["input_ids"][: max(min(PROMPT_TOKENS, room), 0)]
+        tokens = held_out[: max(min(PROMPT_TOKENS, room), 0)]
     else:
         tokens = tokenizer(run_arguments.prompt, add_special_tokens=False)["input_ids"]
     if not tokens or (longest is not None and len(tokens) > room):
@@ -195,21 +179,3 @@ def prompt(
         received = f"{len(tokens)} and {run_arguments.max_new_tokens}"
         raise CommandError(complaint(rule, received, "change --prompt or --max_new_tokens"))
     return torch.tensor([tokens])
-
-
-def sequences(
-    documents: DatasetDict, tokenizer: PreTrainedTokenizerBase, data: DataArguments, training: LanguageModelingArguments
-) -> tuple[Dataset, Dataset]:
-    built_in = data.text is None and data.dataset is None
-    most_train = (
-        data.max_train_samples if data.max_train_samples is not None or not built_in else BUILT_IN_TRAIN_SAMPLES
-    )
-    most_held_out = data.max_eval_samples or (BUILT_IN_EVAL_SAMPLES if built_in else None)
-    seed = training.seed if training.data_seed is None else training.data_seed
-    length = data.sequence_length
-    with user_mistakes(ValueError):
-        return (
-            pack_documents(documents["train"], tokenizer, length, max_sequences=most_train, seed=seed),
-            # In one order whatever the seed, so that runs are compared on the same text.
-            pack_documents(documents["held_out"], tokenizer, length, max_sequences=most_held_out, seed=0),
-        )

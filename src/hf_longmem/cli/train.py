@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import DatasetDict
 from transformers import (
     AutoModelForCausalLM,
-    ByT5Tokenizer,
-    DataCollatorForLanguageModeling,
+    EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerState,
+    TrainingArguments,
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
@@ -24,7 +26,11 @@ import hf_longmem  # noqa: F401 (registers the architectures)
 from hf_longmem.cli import inputs
 from hf_longmem.cli.arguments import parse
 from hf_longmem.cli.errors import CommandError
+from hf_longmem.cli.training_data import TrainingData, training_data
 from hf_longmem.hub.training_card import write_training_card
+from hf_longmem.training.callbacks import StreamMemoryCallback
+from hf_longmem.training.evaluate_metrics import BitsPerByte, token_nll
+from hf_longmem.training.log_metrics import LogMetricsCallback
 from hf_longmem.training.peak_memory import peak_memory
 
 # Bits: a reloaded model must give the loss it had; far above float noise, far below any real difference.
@@ -46,26 +52,21 @@ def run(arguments: Sequence[str]) -> None:
     documents = inputs.documents(data_arguments)
     tokenizer = inputs.tokenizer(model_arguments)
     model = inputs.model(model_arguments, data_arguments, tokenizer)
-    train, held_out = inputs.sequences(documents, tokenizer, data_arguments, training)
-    prompt = inputs.prompt(run_arguments, tokenizer, model, held_out)
-    trainer = Trainer(
-        model=model,
-        args=training,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-    )
+    data = training_data(documents, tokenizer, model, data_arguments, training)
+    prompt = inputs.prompt(run_arguments, tokenizer, model, data.beginning)
+    trainer = _trainer(model, training, data, tokenizer)
+    trainer.add_callback(LogMetricsCallback(tokenizer))
+    if data.streams:
+        trainer.add_callback(StreamMemoryCallback(checkpoint))
     say: Callable[[str], None] = print if trainer.is_world_process_zero() else lambda text: None
-    say(_description(documents, train, held_out, model))
+    say(_description(documents, data, model))
 
-    unit = "byte" if isinstance(tokenizer, ByT5Tokenizer) else "token"
     results: dict[str, float] = {}
     if training.do_eval:
         results["bits_before"] = _held_out_bits(trainer)
-        say(f"held-out bits per {unit} before training: {results['bits_before']:.3f}")
+        say(f"held-out bits per byte before training: {results['bits_before']:.3f}")
     if training.do_train:
-        results |= _train(trainer, checkpoint)
+        results |= _train(trainer, model, checkpoint)
     if training.do_eval:
         results["bits"] = _held_out_bits(trainer)
         if not math.isfinite(results["bits"]):
@@ -73,22 +74,47 @@ def run(arguments: Sequence[str]) -> None:
     if training.do_train:
         trainer.save_model()
         trainer.save_state()
-        model = _reloaded(trainer, results.get("bits"))
+        model = _reloaded(trainer, data, tokenizer, results.get("bits"))
         trainer.save_metrics("all", results, combined=False)
         if trainer.is_world_process_zero():
             source, datasets = inputs.description(data_arguments)
-            data = "\n* ".join([f"{source}\n", *_sizes(documents, train, held_out).splitlines()])
-            write_training_card(trainer, arguments, data=data, datasets=datasets, metrics=results, unit=unit)
+            text = "\n* ".join([f"{source}\n", *_sizes(documents, data).splitlines()])
+            write_training_card(trainer, arguments, data=text, datasets=datasets, metrics=results, unit="byte")
     if run_arguments.max_new_tokens > 0 and trainer.is_world_process_zero():
         say(_continuation(model, tokenizer, prompt, run_arguments.max_new_tokens))
-    say(_summary(results, unit, training.output_dir if training.do_train else None))
+    say(_summary(results, training.output_dir if training.do_train else None))
 
 
-def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
+def _trainer(
+    model: PreTrainedModel, training: TrainingArguments, data: TrainingData, tokenizer: PreTrainedTokenizerBase
+) -> Trainer:
+    metric = BitsPerByte(tokenizer)
+
+    def compute_metrics(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
+        metric.add_batch(predictions=prediction.predictions, references=prediction.label_ids)
+        return metric.compute() if compute_result else {}
+
+    return Trainer(
+        model=model,
+        args=training,
+        data_collator=data.collator,
+        train_dataset=data.train,
+        eval_dataset=data.held_out,
+        processing_class=tokenizer,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=partial(token_nll, shifted=data.streams),
+    )
+
+
+def _train(trainer: Trainer, model: PreTrainedModel, checkpoint: str | None) -> dict[str, float]:
     seen_before = 0
     if checkpoint is not None:
         seen_before = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).num_input_tokens_seen
+    config: Any = model.config
+    use_cache = config.use_cache
     seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
+    # Trainer switches it off for training, and would leave it off in what is saved.
+    config.use_cache = use_cache
     results = {"train_seconds": seconds, **peak_memory()}
     if tokens := trainer.state.num_input_tokens_seen - seen_before:
         results["tokens_per_second"] = tokens / seconds
@@ -96,20 +122,16 @@ def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
 
 
 def _held_out_bits(trainer: Trainer) -> float:
-    return trainer.evaluate()["eval_loss"] / math.log(2)
+    return trainer.evaluate()["eval_bits_per_byte"]
 
 
-def _reloaded(trainer: Trainer, bits: float | None) -> PreTrainedModel:
+def _reloaded(
+    trainer: Trainer, data: TrainingData, tokenizer: PreTrainedTokenizerBase, bits: float | None
+) -> PreTrainedModel:
     """Load what was saved as any user would, and compare its loss with the trained model's."""
     output = str(trainer.args.output_dir)
     model = AutoModelForCausalLM.from_pretrained(output)
-    check = Trainer(
-        model=model,
-        args=trainer.args,
-        data_collator=trainer.data_collator,
-        eval_dataset=trainer.eval_dataset,
-        processing_class=trainer.processing_class,
-    )
+    check = _trainer(model, trainer.args, data, tokenizer)
     if bits is not None:
         again = _held_out_bits(check)
         # Written so that a loss that is not a number fails too.
@@ -137,28 +159,24 @@ def _continuation(
     return f"--- prompt\n{asked}\n--- continuation\n{answered}\n---"
 
 
-def _description(documents: DatasetDict, train: Dataset, held_out: Dataset, model: PreTrainedModel) -> str:
+def _description(documents: DatasetDict, data: TrainingData, model: PreTrainedModel) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{_sizes(documents, train, held_out)}\nmodel: {model.config.model_type}, {parameters:,} parameters"
+    return f"{_sizes(documents, data)}\nmodel: {model.config.model_type}, {parameters:,} parameters"
 
 
-def _sizes(documents: DatasetDict, train: Dataset, held_out: Dataset) -> str:
-    tokens = {"train": _count(train), "held_out": _count(held_out)}
+def _sizes(documents: DatasetDict, data: TrainingData) -> str:
     lines = []
-    for split, title in (("train", "training text"), ("held_out", "held-out text")):
+    titles = (("train", "training text"), ("held_out", "held-out text"))
+    for (split, title), tokens in zip(titles, data.num_tokens, strict=True):
         size = sum(len(text.encode("utf-8")) for text in documents[split]["text"])
-        lines.append(f"{title}: {len(documents[split])} documents, {size:,} bytes; {tokens[split]:,} tokens of it used")
+        lines.append(f"{title}: {len(documents[split])} documents, {size:,} bytes; {tokens:,} tokens of it used")
     return "\n".join(lines)
 
 
-def _count(sequences: Dataset) -> int:
-    return sum(map(len, sequences["input_ids"]))
-
-
-def _summary(results: dict[str, float], unit: str, output: str | None) -> str:
+def _summary(results: dict[str, float], output: str | None) -> str:
     lines = []
     if "bits" in results:
-        lines.append(f"held-out bits per {unit}: {results['bits_before']:.3f} before, {results['bits']:.3f} after")
+        lines.append(f"held-out bits per byte: {results['bits_before']:.3f} before, {results['bits']:.3f} after")
     if "tokens_per_second" in results:
         lines.append(f"tokens per second: {results['tokens_per_second']:,.0f}")
     for name, title in (("peak_memory", "peak memory"), ("peak_memory_cuda", "peak memory on the accelerator")):

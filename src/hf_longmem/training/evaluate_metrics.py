@@ -11,11 +11,13 @@ import evaluate
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from hf_longmem._errors import complaint
 from hf_longmem.training.token_bytes import bytes_per_token
 
 _IGNORED = -100
+_CHUNK = 1024
 _INPUTS = """
 Args:
     predictions: rows of each token's negative log-likelihood in nats, as `token_nll` gives them.
@@ -46,10 +48,11 @@ def token_nll(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shifted: b
     if not shifted:
         first = torch.full_like(labels[:, :1], _IGNORED, dtype=torch.float32)
         return torch.cat((first, token_nll(logits[:, :-1], labels[:, 1:])), dim=1)
-    nll = torch.nn.functional.cross_entropy(
-        logits.float().transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED
-    )
-    return nll.masked_fill(labels == _IGNORED, _IGNORED)
+    flat = labels.flatten()
+    parts = zip(logits.flatten(0, 1).split(_CHUNK), flat.split(_CHUNK), strict=True)
+    # A part at a time: a copy of all logits in float32 may be gigabytes.
+    nll = torch.cat([cross_entropy(part.float(), of, reduction="none", ignore_index=_IGNORED) for part, of in parts])
+    return nll.masked_fill(flat == _IGNORED, _IGNORED).view_as(labels)
 
 
 class _NllMetric(evaluate.Metric):
