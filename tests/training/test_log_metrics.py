@@ -84,7 +84,7 @@ def lines(trainer: Trainer, name: str) -> list[dict[str, float]]:
 
 def test_a_training_line_says_the_means_over_its_tokens(trainer: Callable[..., Trainer]) -> None:
     # Nothing is learned, so that one model can be asked for both lines.
-    run = trainer(learning_rate=0.0)
+    run = trainer(learning_rate=0.0, include_num_input_tokens_seen=True)
     run.train()
     model = tiny_model().train()
     data, collator, memory = streams(), DataCollatorForStreams(), None
@@ -148,7 +148,7 @@ def test_what_comes_later_sees_them(trainer: Callable[..., Trainer]) -> None:
     trainer(callbacks=[LogMetricsCallback(), seen]).train()
     assert "bits_per_byte" in seen.logs[0]
     # The line at the end is Trainer's own.
-    assert "train_runtime" in seen.logs[-1]
+    assert "train_loss" in seen.logs[-1]
     assert "bits_per_byte" not in seen.logs[-1]
 
 

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerCallback,
     TrainerState,
     TrainingArguments,
     set_seed,
@@ -54,10 +55,12 @@ def run(arguments: Sequence[str]) -> None:
     model = inputs.model(model_arguments, data_arguments, tokenizer)
     data = training_data(documents, tokenizer, model, data_arguments, training)
     prompt = inputs.prompt(run_arguments, tokenizer, model, data.beginning)
-    trainer = _trainer(model, training, data, tokenizer)
-    trainer.add_callback(LogMetricsCallback(tokenizer))
+    callbacks: list[TrainerCallback] = [LogMetricsCallback(tokenizer)]
     if data.streams:
-        trainer.add_callback(StreamMemoryCallback(checkpoint))
+        callbacks.append(StreamMemoryCallback(checkpoint))
+    config: Any = model.config
+    use_cache = config.use_cache
+    trainer = _trainer(model, training, data, tokenizer, callbacks)
     say: Callable[[str], None] = print if trainer.is_world_process_zero() else lambda text: None
     say(_description(documents, data, model))
 
@@ -66,12 +69,14 @@ def run(arguments: Sequence[str]) -> None:
         results["bits_before"] = _held_out_bits(trainer)
         say(f"held-out bits per byte before training: {results['bits_before']:.3f}")
     if training.do_train:
-        results |= _train(trainer, model, checkpoint)
+        results |= _train(trainer, checkpoint)
     if training.do_eval:
         results["bits"] = _held_out_bits(trainer)
         if not math.isfinite(results["bits"]):
             raise CommandError("the loss on the held-out text is not finite; try a lower --learning_rate", status=1)
     if training.do_train:
+        # Trainer switches it off for training, and would leave it off in what is saved.
+        config.use_cache = use_cache
         trainer.save_model()
         trainer.save_state()
         model = _reloaded(trainer, data, tokenizer, results.get("bits"))
@@ -86,7 +91,11 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _trainer(
-    model: PreTrainedModel, training: TrainingArguments, data: TrainingData, tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel,
+    training: TrainingArguments,
+    data: TrainingData,
+    tokenizer: PreTrainedTokenizerBase,
+    callbacks: list[TrainerCallback],
 ) -> Trainer:
     metric = BitsPerByte(tokenizer)
 
@@ -103,18 +112,15 @@ def _trainer(
         processing_class=tokenizer,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=partial(token_nll, shifted=data.streams),
+        callbacks=callbacks,
     )
 
 
-def _train(trainer: Trainer, model: PreTrainedModel, checkpoint: str | None) -> dict[str, float]:
+def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
     seen_before = 0
     if checkpoint is not None:
         seen_before = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).num_input_tokens_seen
-    config: Any = model.config
-    use_cache = config.use_cache
     seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
-    # Trainer switches it off for training, and would leave it off in what is saved.
-    config.use_cache = use_cache
     results = {"train_seconds": seconds, **peak_memory()}
     if tokens := trainer.state.num_input_tokens_seen - seen_before:
         results["tokens_per_second"] = tokens / seconds
@@ -131,7 +137,7 @@ def _reloaded(
     """Load what was saved as any user would, and compare its loss with the trained model's."""
     output = str(trainer.args.output_dir)
     model = AutoModelForCausalLM.from_pretrained(output)
-    check = _trainer(model, trainer.args, data, tokenizer)
+    check = _trainer(model, trainer.args, data, tokenizer, callbacks=[])
     if bits is not None:
         again = _held_out_bits(check)
         # Written so that a loss that is not a number fails too.

@@ -82,7 +82,7 @@ class LogMetricsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Complete a line of training or evaluation."""
-        if self._hook is None or not logs or "train_runtime" in logs:
+        if self._hook is None or not logs or "train_loss" in logs:
             return
         evaluated = next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), None)
         training = "loss" in logs
