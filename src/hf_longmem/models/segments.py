@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 
 class Cut(NamedTuple):
@@ -68,7 +70,7 @@ class TakesTokens(Protocol):
     def places_BT(self) -> Tensor: ...
 
 
-def cut_segments(seen: list[int], counts: list[int], segment_length: int) -> Iterator[Cut]:
+def cut_segments(seen: list[int], counts: list[int], segment_length: int, *, at_least: int = 1) -> Iterator[Cut]:
     """Cut new tokens at multiples of ``segment_length`` counted from each row's start.
 
     A full segment is written when the token after it arrives, which no result can tell from an earlier write; so the
@@ -78,13 +80,14 @@ def cut_segments(seen: list[int], counts: list[int], segment_length: int) -> Ite
         seen: how many real tokens each row has read.
         counts: how many it is given now.
         segment_length: L.
+        at_least: how many steps, 1 or more; those that are left over read nothing.
 
     Yields:
         At least one step; none has more than L tokens a row.
     """
     length, rows = segment_length, range(len(seen))
     read, total = [0] * len(seen), list(seen)
-    while True:
+    for number in itertools.count(1):
         offsets = [(t - 1) % length + 1 if t else 0 for t in total]
         full = [offsets[b] == length and read[b] < counts[b] for b in rows]
         offsets = [0 if f else offset for f, offset in zip(full, offsets, strict=True)]
@@ -93,8 +96,24 @@ def cut_segments(seen: list[int], counts: list[int], segment_length: int) -> Ite
         for b in rows:
             read[b] += takes[b]
             total[b] += takes[b]
-        if read == counts:
+        if read == counts and number >= at_least:
             return
+
+
+def steps_of_all(num_steps: int, layers: Iterable[nn.Module], device: torch.device) -> int:
+    """Give the most steps that any process makes in this call, if layers are sharded among processes.
+
+    Each use of such a layer gathers its weights from all processes, which would wait for one that makes fewer steps.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return num_steps
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if not any(isinstance(layer, (FSDPModule, FullyShardedDataParallel)) for layer in layers):
+        return num_steps
+    most = torch.tensor(num_steps, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def move_window(cut: Cut, segment_length: int, window: int, old_width: int, device: torch.device) -> Move:

@@ -14,8 +14,11 @@ from hf_longmem.models.infinite_former.segments import append, plan_steps, token
     length=st.integers(1, 6),
     window=st.integers(0, 8),
     calls=st.lists(st.lists(st.integers(0, 15), min_size=3, max_size=3), min_size=1, max_size=4),
+    at_least=st.integers(1, 9),
 )
-def test_every_token_meets_its_own_segment_and_window(length: int, window: int, calls: list[list[int]]) -> None:
+def test_every_token_meets_its_own_segment_and_window(
+    length: int, window: int, calls: list[list[int]], at_least: int
+) -> None:
     seen = [0, 0, 0]
     kept = torch.full((3, window, 1), -1.0)
     for counts in calls:
@@ -24,7 +27,8 @@ def test_every_token_meets_its_own_segment_and_window(length: int, window: int, 
         tokens = torch.stack([torch.arange(num_tokens) + start for start in seen]).float()
         for row, count in enumerate(counts):
             tokens[row, count:] = -9
-        steps = list(plan_steps(seen, counts, length, window, kept.shape[1], torch.device("cpu")))
+        steps = list(plan_steps(seen, counts, length, window, kept.shape[1], torch.device("cpu"), at_least=at_least))
+        assert len(steps) >= at_least
         outputs, read = [], [0, 0, 0]
         for step in steps:
             if step.tokens_BT is None:

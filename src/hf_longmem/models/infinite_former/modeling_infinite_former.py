@@ -20,7 +20,7 @@ from hf_longmem.models.infinite_cache import InfiniteFormerCache, check_cache, k
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 from hf_longmem.models.infinite_former.layer import InfiniteFormerLayer
 from hf_longmem.models.infinite_former.outputs import InfiniteFormerCausalLMOutput, InfiniteFormerModelOutput
-from hf_longmem.models.infinite_former.segments import join_tokens, plan_steps, take_tokens, token_order
+from hf_longmem.models.infinite_former.segments import join_tokens, plan_steps, steps_of_all, take_tokens, token_order
 from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState, check_memory
 from hf_longmem.models.loading import CheckedLoading
 from hf_longmem.models.padding import compact_padding
@@ -165,9 +165,11 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
         config = self.config
         seen: list[int] = state.seen_B.tolist()
         width = state.layers[0].inputs_BSE.shape[1]
-        steps = list(
-            plan_steps(seen, counts, config.segment_length, config.short_term_window, width, embeddings.device)  # type: ignore[arg-type]
-        )
+        sizes: tuple[Any, ...] = (config.segment_length, config.short_term_window, width, embeddings.device)
+        steps = list(plan_steps(seen, counts, *sizes))
+        at_least = steps_of_all(len(steps), self.layers, embeddings.device)
+        if at_least > len(steps):
+            steps = list(plan_steps(seen, counts, *sizes, at_least=at_least))
         embeddings = nn.functional.dropout(embeddings, config.hidden_dropout_prob, self.training)
         states = list(state.layers)
         outputs: list[list[Tensor]] = []

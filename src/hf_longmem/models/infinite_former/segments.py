@@ -19,6 +19,7 @@ from hf_longmem.models.segments import (
     cut_segments,
     join_tokens,
     move_window,
+    steps_of_all,
     take_tokens,
     taken_tokens,
     token_order,
@@ -52,7 +53,14 @@ class Step(NamedTuple):
 
 
 def plan_steps(
-    seen: list[int], counts: list[int], segment_length: int, window: int, old_width: int, device: torch.device
+    seen: list[int],
+    counts: list[int],
+    segment_length: int,
+    window: int,
+    old_width: int,
+    device: torch.device,
+    *,
+    at_least: int = 1,
 ) -> Iterator[Step]:
     """Plan the steps of a call, see `cut_segments`.
 
@@ -63,11 +71,13 @@ def plan_steps(
         window: W.
         old_width: places of the window as it is.
         device: where the plan's tensors are to live.
+        at_least: how many steps.
 
     Yields:
         At least one step; none has more than L tokens a row.
     """
-    for cut in cut_segments(seen, counts, segment_length):
+    last = max(*counts, 1) - 1
+    for cut in cut_segments(seen, counts, segment_length, at_least=at_least):
         move = move_window(cut, segment_length, window, old_width, device)
         tokens_BT, real_BT = taken_tokens(cut, counts, device)
         before = [min(window, total - offset) for total, offset in zip(cut.seen, cut.offsets, strict=True)]
@@ -81,7 +91,8 @@ def plan_steps(
             write=any(cut.full),
             write_B=write_B,
             move=move,
-            start=cut.read[0],
+            # A step that reads nothing, after all others, is given a token to throw away.
+            start=min(cut.read[0], last),
             length=cut.most,
             tokens_BT=tokens_BT,
             real_BT=real_BT,
@@ -106,4 +117,4 @@ def _sight(
     return places_BT.to(device), mask_BTS.to(device)
 
 
-__all__ = ["Move", "Step", "append", "join_tokens", "plan_steps", "take_tokens", "token_order"]
+__all__ = ["Move", "Step", "append", "join_tokens", "plan_steps", "steps_of_all", "take_tokens", "token_order"]
