@@ -34,6 +34,7 @@ def _share(family: str, folder: Path) -> dict[str, Any]:
     from tiny_models import causal_lm, collate
 
     from hf_longmem import bundle
+    from hf_longmem.cli.main import main
     from hf_longmem.hub.cards import CardFacts, model_card
 
     tokenizer = tokenizer_of(family)
@@ -71,10 +72,18 @@ def _share(family: str, folder: Path) -> dict[str, Any]:
     expected["trained"] = logits(model.eval())
     save_file(expected, folder.parent / f"{family}.safetensors")
 
+    text = folder / "book.txt"
+    text.write_text("Once upon a time there was a text.\n" * 60)
+    arguments = ["--text", str(text), "--sequence_length", "64", "--hidden_size", "16", "--max_train_samples", "2"]
+    arguments += ["--max_new_tokens", "0", "--held_out_fraction", "0.2", "--model_type", family]
+    hub_arguments = ["--push_to_hub", "true", "--hub_model_id", f"user/{family}-command"]
+    status = main(["train", *arguments, *hub_arguments, "--output_dir", str(folder / "command")])
+
     loaded = check_all(family, folder.parent)
     local = snapshot_download(f"user/{family}-bundled")
     from_snapshot = AutoModelForCausalLM.from_pretrained(local)
     return loaded | {
+        "longmem train": status,
         "snapshot": bool(torch.equal(logits(from_snapshot), expected["bundled"])),
         "class with the plugin": type(from_snapshot).__module__,
         "class when told to trust": type(

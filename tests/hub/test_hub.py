@@ -76,6 +76,17 @@ def test_every_repository_has_safetensors_and_a_valid_card(hub: LocalHub, shared
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_training_command_pushes_its_own_card(hub: LocalHub, shared: dict[str, Any], family: str) -> None:
+    assert shared[family]["longmem train"] == 0
+    files = hub.repositories[f"user/{family}-command"].files
+    assert {"model.safetensors", "tokenizer_config.json", "config.json"} <= set(files)
+    card = files["README.md"].decode()
+    assert card_problems(card) == []
+    assert f'from_pretrained("user/{family}-command")' in card
+    assert "held-out bits per byte" in card
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_with_the_package_its_own_classes_load_a_bundle(shared: dict[str, Any], family: str) -> None:
     came = shared[family]
     assert came["snapshot"]

@@ -57,7 +57,7 @@ TEXTS = {
         ),
         limits=(
             "It reads at most as many tokens as it has positions.",
-            "Attention beyond the local window is approximate: a key in another bucket is not seen in that round.",
+            "Beyond the local window attention is approximate: a query sees the keys that hashing brings near it.",
             "A cache cannot be shortened, so there is no assisted decoding.",
             _ANY_LANGUAGE_MODEL,
         ),
