@@ -105,7 +105,7 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
     def init_weights(self) -> None:
         """Initialise the memory; the model around which it is has initialised itself, or comes with its weights."""
         if not next(self.long_term_memory.parameters()).is_meta:
-            for module in self.long_term_memory.modules():
+            for module in reversed(list(self.long_term_memory.modules())):  # the parts before the whole
                 self._initialize_weights(module)
         self.tie_weights(recompute_mapping=False)
 
