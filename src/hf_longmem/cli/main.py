@@ -13,6 +13,7 @@ from hf_longmem.cli.errors import CommandError
 # Each command is the module of the same name beside this file, with ``run(arguments)``.
 COMMANDS = {
     "train": "train a causal language model on text, evaluate, generate, save, and check what was saved",
+    "eval": "score documents of any length with a trained model: perplexity, bits per byte",
     "convert": "convert checkpoints of transformers' Reformer, google/reformer-* among them, to reformer_lsh and back",
     "bundle": "write a checkpoint together with its model's code, for machines without hf-longmem",
     "card": "write the model card of a checkpoint, or of a recipe",

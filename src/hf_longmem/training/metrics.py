@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils.logging import tqdm
 
 from hf_longmem._errors import complaint
@@ -29,7 +29,12 @@ class StreamingPerplexity(NamedTuple):
 
 
 def streaming_perplexity(
-    model: Any, tokens: Tensor | Iterable[int], *, piece_length: int = 1024, progress: bool = True
+    model: Any,
+    tokens: Tensor | Iterable[int],
+    *,
+    piece_length: int = 1024,
+    progress: bool = True,
+    cache: Cache | None = None,
 ) -> StreamingPerplexity:
     """Score every token of a document once, each in sight of all that the model remembers of what came before.
 
@@ -42,6 +47,8 @@ def streaming_perplexity(
             for your patience.
         piece_length: tokens per call; any gives the same result.
         progress: show a progress bar (unless transformers' are switched off).
+        cache: what the model remembers of a text that these tokens go on with; it is filled further. What it was
+            left by did not predict the first token, which therefore is not scored either. Default: an empty one.
 
     Returns:
         The perplexity, the mean negative log-likelihood and the number of tokens scored.
@@ -69,7 +76,8 @@ def streaming_perplexity(
         total = len(tokens)
     elif isinstance(tokens, Sequence):
         total = len(tokens)
-    cache, last, nll, scored = DynamicCache(config=model.config), None, 0.0, 0
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    last, nll, scored = None, 0.0, 0
     was_training = model.training
     model.eval()
     try:
@@ -90,7 +98,7 @@ def streaming_perplexity(
             complaint("a document must have at least two tokens to be scored", "fewer", "pass a longer one")
         )
     mean_nll = nll / scored
-    return StreamingPerplexity(math.exp(mean_nll), mean_nll, scored)
+    return StreamingPerplexity(math.exp(mean_nll) if mean_nll < 700 else math.inf, mean_nll, scored)
 
 
 def _pieces(tokens: Tensor | Iterable[int], piece_length: int) -> Iterator[Tensor]:
