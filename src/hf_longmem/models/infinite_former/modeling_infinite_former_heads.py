@@ -113,11 +113,10 @@ class InfiniteFormerForTokenClassification(_InfiniteFormerClassifier):
 
         Args:
             labels: classes ``[B, T]``, -100 for tokens that do not count.
-            input_ids, attention_mask, position_ids, inputs_embeds, kwargs: see `InfiniteFormerModel`.
+            input_ids, attention_mask, position_ids, inputs_embeds, document_ids, kwargs: see `InfiniteFormerModel`.
         """
-        outputs = self._encode(
-            kwargs, labels, input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
-        )
+        inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        outputs = self._encode(kwargs, labels, **inputs, attention_mask=attention_mask, document_ids=document_ids)
         hidden_states = self.dropout(outputs.last_hidden_state)
         loss = None
         if labels is not None:
