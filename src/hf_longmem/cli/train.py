@@ -136,6 +136,8 @@ def _reloaded(
 ) -> PreTrainedModel:
     """Load what was saved as any user would, and compare its loss with the trained model's."""
     output = str(trainer.args.output_dir)
+    # One process saves.
+    trainer.accelerator.wait_for_everyone()
     model = AutoModelForCausalLM.from_pretrained(output)
     check = _trainer(model, trainer.args, data, tokenizer, callbacks=[])
     if bits is not None:
