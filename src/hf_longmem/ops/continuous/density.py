@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_longmem._errors import complaint
-from hf_longmem.ops.continuous.basis import GaussianBasis, basis_parameters, negligible_exponent
+from hf_longmem.ops.continuous.basis import GaussianBasis, basis_parameters, expected_basis, negligible_exponent
+
+# Numbers in a table of queries and basis functions: a megabyte stays in a core's cache, and is not allocated anew.
+_CPU_TILE = 2**18
+_TILE = 2**24
 
 
 class MemoryRead(NamedTuple):
@@ -87,76 +90,122 @@ def read_values(mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: Gau
     """
     if torch.is_grad_enabled() and (mu_BHT.requires_grad or variance_BHT.requires_grad or v_BHND.requires_grad):
         return _ReadValues.apply(mu_BHT, variance_BHT, v_BHND, basis)
-    return _read_values(mu_BHT, variance_BHT, v_BHND, basis)
+    return _average(mu_BHT, variance_BHT, v_BHND, basis)
 
 
-def _read_values(
-    mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis, kept: list[Tensor] | None = None
-) -> Tensor:
-    """Average the values; ``kept`` takes what a backward pass needs: of each width the shape of r, and the sums."""
-    context_BHTD = mu_BHT.new_zeros(())
-    with torch.autocast(mu_BHT.device.type, enabled=False):
-        for distance_BHTn, v_BHnD, width in _widths(mu_BHT, v_BHND, basis):
-            total_BHT1 = variance_BHT.unsqueeze(-1) + width**2
-            # In place: a fresh table of this size costs more than what is computed in it.
-            exponent_BHTn = distance_BHTn.square().mul_(-0.5 / total_BHT1)
-            shape_BHTn = exponent_BHTn.clamp_(min=negligible_exponent(mu_BHT.dtype)).exp_().to(v_BHND.dtype)
-            sums_BHTD = shape_BHTn @ v_BHnD
-            context_BHTD = context_BHTD + sums_BHTD * torch.rsqrt(2 * math.pi * total_BHT1)
-            if kept is not None:
-                kept += [shape_BHTn, sums_BHTD]
-    return context_BHTD
+class _Width(NamedTuple):
+    """The basis functions of one width, the values at them (X = B H), and two tables [x, t, n] to work in."""
+
+    width: float
+    centres_n: Tensor
+    v_XnD: Tensor
+    distance: Tensor
+    shape: Tensor
+
+    def fill(self, mu_xt: Tensor, variance_xt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute ``d = mu - m_j`` and ``e^(-d^2 / 2t)`` in the tables, and ``t = sigma^2 + s^2`` [x, t, 1]."""
+        total_xt1 = variance_xt.unsqueeze(-1) + self.width**2
+        size = (*mu_xt.shape, len(self.centres_n))
+        distance_xtn, shape_xtn = (table[: math.prod(size)].view(size) for table in (self.distance, self.shape))
+        torch.sub(mu_xt.unsqueeze(-1), self.centres_n, out=distance_xtn)
+        torch.mul(distance_xtn, distance_xtn, out=shape_xtn)
+        shape_xtn.mul_(-0.5 / total_xt1).clamp_(min=negligible_exponent(mu_xt.dtype)).exp_()
+        return distance_xtn, shape_xtn, total_xt1
 
 
-def _widths(mu_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """For each width of the basis: distances from the means to its n centres [B, H, T, n], its values, the width."""
+def _prepare(
+    mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis
+) -> tuple[Tensor, Tensor, list[_Width], list[tuple[slice, slice]]]:
+    """Means and variances [X, T], the widths, and tiles of heads and queries: whole heads if their table fits one."""
+    heads, tokens = mu_BHT.shape[:2].numel(), mu_BHT.shape[2]
     num_widths = len(basis.widths)
+    most = -(-basis.num_basis // num_widths)
+    tile = _CPU_TILE if mu_BHT.device.type == "cpu" else _TILE
+    queries = max(1, min(tokens, tile // most))
+    together = max(1, min(heads, tile // (queries * most)))
+    tiles = [
+        (slice(head, head + together), slice(query, query + queries))
+        for head in range(0, heads, together)
+        for query in range(0, tokens, queries)
+    ]
     centres_N, _ = basis_parameters(basis, device=mu_BHT.device, dtype=mu_BHT.dtype)
-    for k, width in enumerate(basis.widths):
-        if k == 0 or basis.num_basis % num_widths:  # otherwise every width has the same centres
-            distance_BHTn = mu_BHT.unsqueeze(-1) - centres_N[k::num_widths]
-        yield distance_BHTn, v_BHND[..., k::num_widths, :], width
+    tables = mu_BHT.new_empty(2, together * queries * most)
+    widths = [
+        _Width(width, centres_N[k::num_widths], v_BHND[..., k::num_widths, :].flatten(0, 1).contiguous(), *tables)
+        for k, width in enumerate(basis.widths)
+    ]
+    return mu_BHT.flatten(0, 1), variance_BHT.flatten(0, 1), widths, tiles
+
+
+@torch.no_grad()
+def _average(mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis) -> Tensor:
+    """Read some queries at a time, in tables that stay in the processor's cache: no [T, N] is ever held."""
+    mu_XT, variance_XT, widths, tiles = _prepare(mu_BHT, variance_BHT, v_BHND, basis)
+    context_XTD = mu_BHT.new_empty(*mu_XT.shape, v_BHND.shape[-1])
+    with torch.autocast(mu_BHT.device.type, enabled=False):
+        for x, t in tiles:
+            for k, one in enumerate(widths):
+                _, shape_xtn, total_xt1 = one.fill(mu_XT[x, t], variance_XT[x, t])
+                sums_xtD = shape_xtn.to(v_BHND.dtype) @ one.v_XnD[x]
+                part_xtD = sums_xtD * torch.rsqrt(2 * math.pi * total_xt1)
+                if k == 0:
+                    context_XTD[x, t] = part_xtD
+                else:
+                    context_XTD[x, t] += part_xtD
+    return context_XTD.unflatten(0, mu_BHT.shape[:2])
 
 
 class _ReadValues(torch.autograd.Function):
-    """Reading, with a backward pass that keeps one table [B, H, T, N] and makes no sum of large terms that cancel.
+    """Reading whose backward pass computes its tables anew, and makes no sum of large terms that cancel.
 
-    With ``r = n e^z``, ``n = (2 pi t)^-1/2``, ``z = -d^2 / 2t``, ``d = mu - m_j`` and ``t = sigma^2 + s_j^2``, and
-    ``p_j = (n g . V_j) e^z_j`` for the context's gradient g: ``dL/dmu = -sum p_j d_j / t`` and
-    ``dL/dsigma^2 = sum p_j d_j^2 / 2t^2 - n g . (sum e^z_j V_j) / 2t``.
+    With ``d_j = mu - m_j``, ``t = sigma^2 + s_j^2``, ``r_j = n e^(-d_j^2 / 2t)`` and ``p_j = r_j V_j . g`` for the
+    context's gradient g: ``dL/dmu = -sum p_j d_j / t`` and ``dL/dsigma^2 = sum p_j (d_j^2 / t - 1) / 2t``.
     """
 
     @staticmethod
     def forward(ctx: Any, mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis) -> Tensor:
-        kept: list[Tensor] = []
-        context_BHTD = _read_values(mu_BHT, variance_BHT, v_BHND, basis, kept)
         ctx.basis = basis
-        ctx.save_for_backward(mu_BHT, variance_BHT, v_BHND, *kept)
-        return context_BHTD
+        ctx.save_for_backward(mu_BHT, variance_BHT, v_BHND)
+        return _average(mu_BHT, variance_BHT, v_BHND, basis)
 
     @staticmethod
     def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-        mu_BHT, variance_BHT, v_BHND, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # Asked for a graph of the gradient, this is plain autograd.
-            given = (mu_BHT, variance_BHT, v_BHND)
-            inputs = [part for part, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(_read_values(*given, ctx.basis), inputs, grad_BHTD, create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
-        grad_mu_BHT, grad_variance_BHT = torch.zeros_like(mu_BHT), torch.zeros_like(variance_BHT)
-        grad_v_BHND = torch.empty_like(v_BHND)
-        num_widths = len(ctx.basis.widths)
-        for k, (distance_BHTn, v_BHnD, width) in enumerate(_widths(mu_BHT, v_BHND, ctx.basis)):
-            shape_BHTn, sums_BHTD = kept[2 * k], kept[2 * k + 1]
-            total_BHT = variance_BHT + width**2
-            scaled_BHTD = grad_BHTD * torch.rsqrt(2 * math.pi * total_BHT).unsqueeze(-1)
-            narrow_BHTD = scaled_BHTD.to(v_BHND.dtype)
-            grad_v_BHND[..., k::num_widths, :] = shape_BHTn.mT @ narrow_BHTD
-            p_BHTn = (narrow_BHTD @ v_BHnD.mT).mul_(shape_BHTn).to(mu_BHT.dtype).mul_(distance_BHTn)
-            grad_mu_BHT -= p_BHTn.sum(dim=-1) / total_BHT
-            spread_BHT = p_BHTn.mul_(distance_BHTn).sum(dim=-1) / total_BHT
-            grad_variance_BHT += (spread_BHT - (scaled_BHTD * sums_BHTD).sum(dim=-1)) / (2 * total_BHT)
-        return grad_mu_BHT, grad_variance_BHT, grad_v_BHND, None
+        mu_BHT, variance_BHT, v_BHND = given = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return *_average_backward(mu_BHT, variance_BHT, v_BHND, grad_BHTD, ctx.basis), None
+        # Asked for a graph of the gradient, this is plain autograd.
+        inputs = [part for part, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
+        context_BHTD = _differentiable_average(mu_BHT, variance_BHT, v_BHND, ctx.basis)
+        found = iter(torch.autograd.grad(context_BHTD, inputs, grad_BHTD, create_graph=True))
+        return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
+
+
+def _average_backward(
+    mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, grad_BHTD: Tensor, basis: GaussianBasis
+) -> tuple[Tensor, Tensor, Tensor]:
+    mu_XT, variance_XT, widths, tiles = _prepare(mu_BHT, variance_BHT, v_BHND, basis)
+    grad_XTD = grad_BHTD.flatten(0, 1)
+    grad_mu_XT, grad_variance_XT = torch.zeros_like(mu_XT), torch.zeros_like(mu_XT)
+    grads_XnD = [torch.zeros_like(one.v_XnD, dtype=mu_BHT.dtype) for one in widths]
+    for x, t in tiles:
+        for one, grad_XnD in zip(widths, grads_XnD, strict=True):
+            distance_xtn, shape_xtn, total_xt1 = one.fill(mu_XT[x, t], variance_XT[x, t])
+            scaled_xtD = (grad_XTD[x, t] * torch.rsqrt(2 * math.pi * total_xt1)).to(v_BHND.dtype)
+            grad_XnD[x] += shape_xtn.to(v_BHND.dtype).mT @ scaled_xtD
+            p_xtn = shape_xtn.mul_(scaled_xtD @ one.v_XnD[x].mT)
+            total_xt, sum_xt = total_xt1.squeeze(-1), p_xtn.sum(dim=-1)
+            grad_mu_XT[x, t] -= p_xtn.mul_(distance_xtn).sum(dim=-1) / total_xt
+            spread_xt = p_xtn.mul_(distance_xtn).sum(dim=-1) / total_xt
+            grad_variance_XT[x, t] += (spread_xt - sum_xt) / (2 * total_xt)
+    grad_v_BHND = torch.empty_like(v_BHND)
+    for k, grad_XnD in enumerate(grads_XnD):
+        grad_v_BHND[..., k :: len(widths), :] = grad_XnD.unflatten(0, mu_BHT.shape[:2])
+    return grad_mu_XT.view_as(mu_BHT), grad_variance_XT.view_as(mu_BHT), grad_v_BHND
+
+
+def _differentiable_average(mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis) -> Tensor:
+    r_BHTN = expected_basis(mu_BHT, variance_BHT, *basis_parameters(basis, device=mu_BHT.device, dtype=mu_BHT.dtype))
+    return (r_BHTN.to(v_BHND.dtype) @ v_BHND).to(mu_BHT.dtype)
 
 
 def read_memory(
