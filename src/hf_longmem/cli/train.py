@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,7 +67,10 @@ def run(arguments: Sequence[str]) -> None:
 
     results: dict[str, float] = {}
     if training.do_eval:
-        results["bits_before"] = _held_out_bits(trainer)
+        # Of a copy: what Trainer has evaluated it would, on several processes, train in each of them for itself.
+        untrained = _trainer(copy.deepcopy(model), training, data, tokenizer, callbacks=[])
+        results["bits_before"] = _held_out_bits(untrained)
+        del untrained
         say(f"held-out bits per byte before training: {results['bits_before']:.3f}")
     if training.do_train:
         results |= _train(trainer, checkpoint)
