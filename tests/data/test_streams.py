@@ -113,6 +113,14 @@ def test_balanced_rows_end_together_and_keep_the_order() -> None:
         assert documents_read(pieces) == sorted(documents_read(pieces))
 
 
+def test_rows_that_are_mostly_padding_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        DocumentStreams(numbered([20, 20, 20]), batch_size=6, world_size=1, sequence_length=10)
+        assert not caplog.records
+        DocumentStreams(numbered([20, 20]), batch_size=6, world_size=1, sequence_length=10)
+    assert "67% of the pieces are padding: 2 documents in 6 rows" in caplog.text
+
+
 def same_pieces(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
     assert len(first) == len(second)
     for mine, theirs in zip(first, second, strict=True):

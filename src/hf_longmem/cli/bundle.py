@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
 import hf_longmem  # noqa: F401 (registers the architectures)
-from hf_longmem.cli.errors import CommandError, user_mistakes
+from hf_longmem.cli.errors import CommandParser, user_mistakes
 from hf_longmem.hub.bundle import bundle
 from hf_longmem.hub.sources import source_version
 
 _MISTAKES = (ValueError, OSError)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(message)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -28,7 +21,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         CommandError: a mistake of the user's.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="longmem bundle",
         description="Write a checkpoint together with the code of its model: with hf-longmem installed it loads as "
         "ever, without it by trust_remote_code=True. Weights are copied as safetensors; Trainer's states are left out.",

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import hf_longmem  # noqa: F401 (registers the architectures)
 from hf_longmem._errors import complaint
-from hf_longmem.cli.errors import CommandError, user_mistakes
+from hf_longmem.cli.errors import CommandError, CommandParser, user_mistakes
 from hf_longmem.hub.cards import CARD, render_recipe, write_card
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(message)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -27,7 +20,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         CommandError: a mistake of the user's, or with ``--check`` a card that is not fresh.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="longmem card",
         description="Write model cards. Of a checkpoint's folder: its README.md, with the results that `longmem train` "
         "or Trainer left there. Of a recipe NAME.json: NAME.md beside it.",

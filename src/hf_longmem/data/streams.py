@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
+from transformers.utils import logging
 
 from hf_longmem._errors import complaint
 from hf_longmem.data.text import token_pieces
@@ -27,6 +28,8 @@ from hf_longmem.models.stream_memory import MemoryStreams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.get_logger(__name__)
 
 # How many token ids of an iterator are taken at a time.
 _TOKENS = 64
@@ -137,6 +140,12 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
             for documents in map(sorted, taken)
         ]
         self._times = max(row.ends[-1] for row in self._rows)
+        padding = 1 - sum(row.ends[-1] for row in self._rows) / len(self)
+        if padding > 0.5:
+            advice = "fewer rows, or balanced=True, waste less"
+            logger.warning(
+                f"{padding:.0%} of the pieces are padding: {len(chosen)} documents in {self.num_rows} rows; {advice}"
+            )
 
     @classmethod
     def from_iterable(
