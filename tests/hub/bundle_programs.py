@@ -18,7 +18,7 @@ IDS = torch.arange(2, 39)[None]
 def load(folder: str) -> dict[str, Any]:
     """Load every head of every bundle, all in one process, then use the first models."""
     assert importlib.util.find_spec("hf_longmem") is None
-    families = ("reformer_lsh", "infinite_former")
+    families = ("reformer_lsh", "infinite_former", "memory_augmented")
     models = {family: load_one(Path(folder) / family) for family in families}
     answers: dict[str, Any] = {family: {"heads": heads(Path(folder) / family)} for family in families}
     for family, model in models.items():
@@ -64,6 +64,7 @@ def use(model: Any, expected: torch.Tensor, folder: Path) -> dict[str, Any]:
     again = folder / "work" / f"{model.config.model_type}-again"
     model.save_pretrained(again)
     reloaded = load_one(again)
+    answers["cached, after another copy of the code has come"] = model.eval().generate(IDS, **settings).tolist()
     with torch.no_grad():
         same = bool(torch.equal(reloaded(IDS).logits, expected))
     answers["saved again"] = same and set(heads(again)) == set(heads(folder / model.config.model_type))

@@ -13,15 +13,33 @@ import torch
 from programs import call
 from safetensors.torch import load_file, save_file
 from tiny_models import causal_lm
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
-from hf_longmem import ReformerLSHByteTokenizer, bundle
+from hf_longmem import LongTermMemoryConfig, ReformerLSHByteTokenizer, add_long_term_memory, bundle
 from hf_longmem.cli.main import main
 from hf_longmem.hub.sources import commit_of_working_tree, flat_name, flat_sources, flattened, source_version
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
 
 PROGRAMS = Path(__file__).parent / "bundle_programs.py"
-FAMILIES = ("reformer_lsh", "infinite_former")
+FAMILIES = ("reformer_lsh", "infinite_former", "memory_augmented")
+
+
+def make(family: str) -> PreTrainedModel:
+    """A tiny model; one of them is a memory around a GPT-2."""
+    if family != "memory_augmented":
+        return causal_lm(family, vocab_size=258).eval()
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "initializer_range": 0.2}
+    base = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=258, bos_token_id=0, eos_token_id=1))
+    memory = LongTermMemoryConfig(segment_length=8, num_basis=8, basis_widths=(0.05, 0.1), memory_zero_init=False)
+    return add_long_term_memory(base, memory).eval()
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bundles of both families, and what their models compute."""
     folder = tmp_path_factory.mktemp("bundles")
     for family in FAMILIES:
-        model = causal_lm(family, vocab_size=258).eval()
+        model = make(family)
         model.config.architectures, model.config.dtype = [type(model).__name__], "float32"  # as save_pretrained does
         before = model.config.to_dict()
         bundle(model, folder / family, tokenizer=ReformerLSHByteTokenizer() if family == "reformer_lsh" else None)
@@ -54,6 +72,7 @@ def test_without_the_package_it_computes_and_generates_the_same(without: dict[st
     assert came["cached"] == came["uncached"]
     assert len(came["cached"][0]) == 37 + 12
     assert came["beams"] == came["beams uncached"]
+    assert came["cached, after another copy of the code has come"] == came["cached"]
     assert came["trains"]
 
 
@@ -77,11 +96,13 @@ def test_with_the_package_its_classes_win_and_a_saved_model_has_no_map_to_nowher
     for family in FAMILIES:
         config = json.loads((folder / family / "config.json").read_text())
         assert set(config["auto_map"]) == set(model_classes(family))
+        assert "auto_map" not in AutoConfig.from_pretrained(folder / family).to_dict()
         for trust in (None, True, False):
             model = AutoModelForCausalLM.from_pretrained(folder / family, trust_remote_code=trust)
             assert type(model).__module__.startswith("hf_longmem.")
-        head = AutoModelForTokenClassification.from_pretrained(folder / family, trust_remote_code=True)
-        assert type(head).__module__.startswith("hf_longmem.")
+        if family != "memory_augmented":
+            head = AutoModelForTokenClassification.from_pretrained(folder / family, trust_remote_code=True)
+            assert type(head).__module__.startswith("hf_longmem.")
         model.save_pretrained(tmp_path / family)
         assert "auto_map" not in json.loads((tmp_path / family / "config.json").read_text())
         assert not list((tmp_path / family).glob("*.py"))
@@ -90,7 +111,7 @@ def test_with_the_package_its_classes_win_and_a_saved_model_has_no_map_to_nowher
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_files_are_flat_and_name_their_version(folder: Path, family: str) -> None:
     files = {file.stem: file.read_text() for file in (folder / family).glob("*.py")}
-    assert {f"configuration_{family}", f"modeling_{family}", f"modeling_{family}_heads"} <= set(files)
+    assert {f"configuration_{family}", f"modeling_{family}"} <= set(files)
     for name, text in files.items():
         first = text.splitlines()[0]
         assert first.startswith("# hf_longmem.")

@@ -17,15 +17,19 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     pipeline,
 )
 
 from hf_longmem import (
     InfiniteFormerConfig,
     InfiniteFormerForCausalLM,
+    LongTermMemoryConfig,
     ReformerLSHByteTokenizer,
     ReformerLSHConfig,
     ReformerLSHForCausalLM,
+    add_long_term_memory,
 )
 
 FAMILIES = ("reformer_lsh", "infinite_former")
@@ -112,6 +116,26 @@ def test_a_config_cannot_name_code_or_another_kind_of_file(
         AutoConfig.from_pretrained(checkpoint)
     with pytest.raises(ValueError, match=entry.lstrip("_")):
         MODELS[family].from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("entry", ["attn_implementation", "_attn_implementation", "auto_map", "transformers_weights"])
+def test_a_config_cannot_name_code_for_the_model_within(entry: str, tmp_path: Path) -> None:
+    base = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, n_positions=32, vocab_size=16))
+    add_long_term_memory(base, LongTermMemoryConfig(segment_length=8, num_basis=8)).save_pretrained(tmp_path)
+    fired = tmp_path / "fired"
+    (tmp_path / "evil.py").write_text(f"open({str(fired)!r}, 'w').close()\nclass Evil:\n    pass\n")
+    value: Any = (
+        {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"} if entry == "auto_map" else "evil/a.bin"
+    )
+    base_config = json.loads((tmp_path / "config.json").read_text())["base_config"]
+    rewrite(tmp_path / "config.json", base_config=base_config | {entry: value})
+    if entry == "auto_map":
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+        assert type(model.language_model) is GPT2LMHeadModel
+    else:
+        with pytest.raises(ValueError, match=entry.lstrip("_")):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not fired.exists()
 
 
 def test_what_a_config_cannot_know_is_kept_as_data(family: str, checkpoint: Path) -> None:

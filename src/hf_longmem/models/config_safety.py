@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
-
-from transformers.configuration_utils import PreTrainedConfig
 
 from hf_longmem._errors import complaint
 
@@ -23,20 +22,27 @@ def without_code_map(config_class: type, config_dict: dict[str, Any]) -> dict[st
     return {name: value for name, value in config_dict.items() if name != "auto_map"}
 
 
-def check_entries(config: PreTrainedConfig) -> None:
+def check_entries(entries: Mapping[str, Any]) -> None:
     """Refuse entries of transformers' own that make it read or run anything but this checkpoint's safetensors.
+
+    Args:
+        entries: of a saved config, or ``vars`` of one; those of a config within it are looked at too.
 
     Raises:
         ValueError: an attention kernel to be fetched from the Hub, or weights in another kind of file.
     """
-    kernel = getattr(config, "_attn_implementation", None)
-    if kernel is not None and ("/" in kernel or "\\" in kernel):
-        rule = "attn_implementation must not be code to be fetched from the Hub"
-        raise ValueError(complaint(rule, repr(kernel), "leave it out: these models compute their own attention"))
-    weights = getattr(config, "transformers_weights", None)
+    for name in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+        kernel = entries.get(name)
+        if kernel is not None and ("/" in str(kernel) or "\\" in str(kernel)):
+            rule = "attn_implementation must not be code to be fetched from the Hub"
+            raise ValueError(complaint(rule, repr(kernel), "leave it out, or ask for it by from_pretrained's argument"))
+    weights = entries.get("transformers_weights")
     if weights is not None and not str(weights).endswith((".safetensors", ".safetensors.index.json")):
         rule = "transformers_weights must name safetensors"
         raise ValueError(complaint(rule, repr(weights), "leave it out, or save the model again by save_pretrained"))
+    for part in entries.values():
+        if isinstance(part, Mapping):
+            check_entries(part)
 
 
 def check_parameters(count: int) -> None:

@@ -34,13 +34,21 @@ class SafetensorsOnly(PreTrainedModel):
         for name in ("use_safetensors", "weights_only"):
             if kwargs.get(name) is False:
                 raise ValueError(complaint(f"{name} must be True", False, "leave it out: no pickle is read"))
-        if pretrained_model_name_or_path is not None and _has_safetensors(pretrained_model_name_or_path, kwargs):
+        if pretrained_model_name_or_path is not None and has_safetensors(pretrained_model_name_or_path, kwargs):
             kwargs["use_safetensors"] = True
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
-def _has_safetensors(source: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether there are any; an error if there is a pickle instead."""
+def has_safetensors(source: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a checkpoint holds safetensors.
+
+    Args:
+        source: its folder or name on the Hub.
+        kwargs: the arguments of ``from_pretrained``, some of which say where to look.
+
+    Raises:
+        OSError: it holds a pickle instead.
+    """
     variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
     arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
 

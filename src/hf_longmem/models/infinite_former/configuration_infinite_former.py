@@ -224,7 +224,7 @@ class InfiniteFormerConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Check every rule that spans values; run at construction and again when the config is saved."""
         self._check_sizes()
-        check_entries(self)
+        check_entries(vars(self))
         check_parameters(self._estimate_parameters())
         for name, choices in _CHOICES.items():
             value = getattr(self, name)

@@ -1,6 +1,7 @@
 """Configuration of a long-term memory around another causal language model, ``memory_augmented``."""
 
 from dataclasses import fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -8,6 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig, SubConfigSpec
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from hf_longmem._errors import complaint
+from hf_longmem.models.config_safety import check_entries, without_code_map
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 
 if TYPE_CHECKING:
@@ -163,8 +165,15 @@ class LongTermMemoryConfig(PreTrainedConfig):
             value, smallest = getattr(self, name), 0 if name == "window_length" else 1
             if value is not None and value < smallest:
                 raise ValueError(complaint(f"{name} must be at least {smallest}", value, "leave it out"))
-        shared = {name: getattr(self, name) for name in _SHARED}
-        return InfiniteFormerConfig(hidden_size=2, num_attention_heads=1, num_hidden_layers=1, **shared)
+        widths = tuple(self.basis_widths)
+        return _settings(*(widths if name == "basis_widths" else getattr(self, name) for name in _SHARED))
+
+
+@lru_cache(maxsize=32)
+def _settings(*shared: Any) -> InfiniteFormerConfig:
+    """Check what memories have in common; not to be written to. Kept, as it solves for eigenvalues."""
+    settings: dict[str, Any] = dict(zip(_SHARED, shared, strict=True))
+    return InfiniteFormerConfig(hidden_size=2, num_attention_heads=1, num_hidden_layers=1, **settings)
 
 
 @strict
@@ -206,6 +215,13 @@ class MemoryAugmentedConfig(PreTrainedConfig):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self.text_part, name, None))
         self.memory_config = self.memory.fitted_to(self.base_config)  # type: ignore[arg-type]
+        check_entries(vars(self))
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build from a saved dictionary, without its map of code and with no code that the model is to fetch."""
+        check_entries(config_dict.get("base_config") or {})
+        return super().from_dict(without_code_map(cls, config_dict), **kwargs)
 
     @property
     def memory(self) -> LongTermMemoryConfig:

@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, logging
 
 from hf_longmem._errors import complaint
-from hf_longmem.models.loading import CheckedLoading, check_finite
+from hf_longmem.models.loading import CheckedLoading, check_finite, has_safetensors
 from hf_longmem.models.memory_augmented.configuration_memory_augmented import MemoryAugmentedConfig
 
 logger = logging.get_logger(__name__)
@@ -21,7 +21,8 @@ _MEMORY = "long_term_memory."
 # Of the arguments of from_pretrained, those that say where a checkpoint is and go for the base model's as well.
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 _OWN_ARGUMENTS = ("revision", "subfolder", "variant")
-_NOT_FOR_BASE = ("config", "state_dict", "output_loading_info", *_OWN_ARGUMENTS)
+# Whoever trusts the code of a memory's checkpoint has not said so of the other that it names.
+_NOT_FOR_BASE = ("config", "state_dict", "output_loading_info", "trust_remote_code", "code_revision", *_OWN_ARGUMENTS)
 
 
 class MemoryCheckpoints(CheckedLoading):
@@ -117,6 +118,7 @@ def _load_base(config: MemoryAugmentedConfig, path: Any, kwargs: dict[str, Any])
         rule = f"{path!r} holds a memory alone and must name the model around which it is"
         raise ValueError(complaint(rule, "no base_model_name_or_path", "pass a config that has one"))
     try:
+        has_safetensors(name, kwargs)
         base = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except OSError as error:
         rule = f"the model around which the memory in {path!r} is must be where it came from"

@@ -258,7 +258,7 @@ class ReformerLSHConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Check every rule that spans values; run at construction and again when the config is saved."""
         self._check_sizes()
-        check_entries(self)
+        check_entries(vars(self))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
