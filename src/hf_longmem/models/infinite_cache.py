@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -145,10 +146,16 @@ class InfiniteFormerCache(DynamicCache):
         tensors = {"seen": memory.seen_B}
         for index, layer in enumerate(memory.layers):
             tensors |= {f"layers.{index}.{name}": part for name, part in _stored(layer).items()}
-        metadata = {"format": _FORMAT, "config": json.dumps(self.fingerprint), "length": str(self.get_seq_length())}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {
+            "format": _FORMAT,
+            "config": json.dumps(self.fingerprint),
+            "length": str(self.get_seq_length()),
+            "checksum": _checksum(tensors),
+        }
         partial = f"{os.fspath(path)}.partial"
         try:
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+            save_file(tensors, partial, metadata)
             os.replace(partial, path)
         finally:
             if os.path.exists(partial):
@@ -164,17 +171,19 @@ class InfiniteFormerCache(DynamicCache):
             OSError: the file is missing, truncated or corrupt.
             ValueError: it is no memory, one of another config, or holds NaN or infinity.
         """
+        whole = f"the memory file {os.fspath(path)!r} must be whole"
         try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
+            with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            rule = f"the memory file {os.fspath(path)!r} must be whole"
-            raise OSError(complaint(rule, f"a damaged one ({error})", "save it again")) from error
+            raise OSError(complaint(whole, f"a damaged one ({error})", "save it again")) from error
         cache = cls(config)
         if metadata.get("format") != _FORMAT:
             rule = f"{os.fspath(path)!r} must hold the memory of an infinite_former model"
             raise ValueError(complaint(rule, f"format {metadata.get('format')}", "use a file that save(path) wrote"))
+        if metadata.get("checksum") != _checksum(tensors):
+            raise OSError(complaint(whole, "one whose checksum is wrong", "save it again"))
         theirs = json.loads(metadata["config"])
         if theirs != cache.fingerprint:
             differ = [
@@ -187,9 +196,8 @@ class InfiniteFormerCache(DynamicCache):
         for index in range(config.num_hidden_layers):
             prefix = f"layers.{index}."
             layers.append(_restored({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}))
-        memory = InfiniteFormerMemory(tensors["seen"].cpu(), tuple(layers))
-        keep(cache, memory, int(metadata["length"]))
-        return cache
+        keep(cache, InfiniteFormerMemory(tensors["seen"], tuple(layers)), int(metadata["length"]))
+        return cache.to(device)
 
 
 def keep(cache: Cache, memory: InfiniteFormerMemory, length: int) -> None:
@@ -249,6 +257,15 @@ def _restored(parts: dict[str, Tensor]) -> LayerState:
     if "coefficients" in parts:
         memory = MemoryState(parts["coefficients"], parts["segments"], parts["histogram"])
     return LayerState(parts["inputs"], parts.get("keys"), parts.get("values"), memory)
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    """Of names, types, shapes and bytes: safetensors itself notices only a file that is too short."""
+    found = 0
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), found)
+    return f"{found:08x}"
 
 
 def _check_finite(tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:

@@ -194,8 +194,19 @@ def test_a_damaged_or_foreign_file_is_refused(causal_lm: Make, tokens: Make, tmp
     whole = path.read_bytes()
     with pytest.raises(ValueError, match=r"must come from a model of this config, got memory_decay=0\.75"):
         InfiniteFormerCache.load(path, causal_lm(memory_decay=0.5).config)
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(OSError, match="must be whole"):
+    for kept in (0, 1, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:kept])
+        with pytest.raises(OSError, match=r"must be whole, got a damaged one .* save it again"):
+            InfiniteFormerCache.load(path, model.config)
+    for damaged in (len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:damaged] + bytes([whole[damaged] ^ 1]) + whole[damaged + 1 :])
+        with pytest.raises(OSError, match="must be whole, got one whose checksum is wrong"):
+            InfiniteFormerCache.load(path, model.config)
+    path.write_bytes(whole.replace(b"coefficients", b"coefficient5"))
+    with pytest.raises(OSError, match="must be whole, got one whose checksum is wrong"):
+        InfiniteFormerCache.load(path, model.config)
+    path.unlink()
+    with pytest.raises(OSError, match="book"):
         InfiniteFormerCache.load(path, model.config)
     save_file({"weight": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="must hold the memory of an infinite_former model"):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_longmem.models.infinite_cache import InfiniteFormerCache
 from hf_longmem.models.infinite_former.modeling_infinite_former import InfiniteFormerModel
@@ -224,6 +225,39 @@ def test_what_is_remembered_does_not_grow(causal_lm: Make, tokens: Make, kind: d
         cache.save(tmp_path / "memory")
         sizes.append((tmp_path / "memory").stat().st_size)
     assert max(sizes) - min(sizes) < 8  # the header spells numbers out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_segment_costs_the_same_early_and_late(causal_lm: Make, tokens: Make, kind: dict[str, Any]) -> None:
+    model, costs = causal_lm(**kind), []
+    cache, length = InfiniteFormerCache(model.config), model.config.segment_length
+    for _ in range(2):
+        logits_of(model, tokens(1, 20 * length), cache=cache)
+        with FlopCounterMode(display=False) as counter:
+            logits_of(model, tokens(1, length), cache=cache)
+        costs.append(counter.get_total_flops())
+    assert costs[0] == costs[1] > 0
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_basis": 1, "basis_widths": (0.3,), "num_samples": 4},
+        {"num_basis": 2},
+        {"num_basis": 3, "basis_widths": (0.2, 0.3)},
+        {"num_basis": 15, "num_samples": 31},
+        {"segment_length": 1, "short_term_window": 0},
+        {"segment_length": 1, "short_term_window": 3, "memory_decay": "uniform"},
+        {"segment_length": 3, "short_term_window": 20, "sticky_memories": True},
+    ],
+)
+def test_the_smallest_and_the_oddest_sizes_work(causal_lm: Make, tokens: Make, sizes: dict[str, Any]) -> None:
+    model, ids = causal_lm(**sizes), tokens(2, 25)
+    whole = logits_of(model, ids)
+    assert torch.isfinite(whole).all()
+    close(in_pieces(model, ids, [1, 2, 9, 1, 12]), whole)
+    model.train()(ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("bptt_segments", [1, 2, 3])
