@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longmem.data.synthetic import duplication, sorting
+from hf_longmem.data.synthetic import duplication, recall, sorting
 
 
 @settings(deadline=None, max_examples=30)
@@ -113,3 +113,38 @@ def test_who_counts_everything_is_right_about_as_often_as_said() -> None:
 def test_impossible_sizes_of_sorting_are_refused(arguments: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         sorting(**arguments)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 20), st.integers(1, 9), st.integers(0, 2**32), st.data())
+def test_facts_stated_first_are_asked_for_last(
+    rows: int, pairs: int, between: int, values: int, seed: int, data: st.DataObject
+) -> None:
+    questions = data.draw(st.integers(1, pairs))
+    sizes = {"num_pairs": pairs, "num_questions": questions, "num_keys": 6, "num_values": values, "num_fillers": 5}
+    length = 2 * pairs + between + 3 * questions
+    for row in recall(rows, length=length, **sizes, generator=seed):
+        ids, labels = row["input_ids"], row["labels"]
+        assert len(ids) == len(labels) == length
+        facts = dict(zip(ids[: 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
+        assert len(facts) == pairs
+        assert all(1 <= key <= 6 and 7 <= value <= 6 + values for key, value in facts.items())
+        assert all(7 + values <= filler <= 11 + values for filler in ids[2 * pairs : length - 3 * questions])
+        asked = [tuple(ids[at : at + 3]) for at in range(length - 3 * questions, length, 3)]
+        assert all(mark == 0 and facts[key] == value for mark, key, value in asked)
+        assert len({key for _, key, _ in asked}) == questions
+        assert [label for label in labels if label != -100] == [value for _, _, value in asked]
+        assert all(label in (-100, token) for label, token in zip(labels, ids, strict=True))
+
+
+def test_facts_come_from_their_seed_and_impossible_sizes_are_refused() -> None:
+    first, same, other = (recall(5, generator=seed)["input_ids"] for seed in (3, 3, 4))
+    assert first == same != other
+    for sizes, message in (
+        ({"num_questions": 5}, "num_pairs must be at least 5, got 4"),
+        ({"num_keys": 3}, "num_keys must be at least 4, got 3"),
+        ({"length": 19}, "length must be at least 20, got 19; use 20 or more"),
+        ({"num_values": 0}, "num_values must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recall(1, **sizes)

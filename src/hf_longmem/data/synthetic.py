@@ -104,6 +104,62 @@ def sorting(
     return _dataset(input_ids=input_ids, labels=labels)
 
 
+def recall(
+    num_examples: int,
+    *,
+    length: int = 1024,
+    num_pairs: int = 4,
+    num_questions: int | None = None,
+    num_keys: int = 32,
+    num_values: int = 32,
+    num_fillers: int = 32,
+    generator: int | torch.Generator = 0,
+) -> Dataset:
+    """Draw ``k1 v1 k2 v2 ... filler ... ? k2 v2 ? k1 v1``: facts stated once at the start, asked for at the end.
+
+    Only the values that are asked for count (labels elsewhere are -100). Whoever remembers the start has all of them
+    right; whoever sees less than ``length - 3 * num_questions - 2 * num_pairs`` tokens back has ``1 / num_values``.
+
+    Args:
+        num_examples: rows.
+        length: tokens of a row.
+        num_pairs: facts; their keys are distinct, their values drawn uniformly.
+        num_questions: how many of them are asked for, in an order drawn at random; default all.
+        num_keys, num_values, num_fillers: symbols of each kind. 0 asks, then come the keys, the values and the
+            fillers: the vocabulary is ``1 + num_keys + num_values + num_fillers``.
+        generator: a seed, or the generator to draw from.
+
+    Returns:
+        Dataset: columns ``input_ids`` and ``labels``, both aligned with the input (a causal LM shifts them itself).
+
+    Raises:
+        ValueError: a size is out of range.
+
+    >>> row = recall(1, length=9, num_pairs=1, num_keys=1, num_values=1, num_fillers=1)[0]
+    >>> row["input_ids"], row["labels"].count(-100)
+    ([1, 2, 3, 3, 3, 3, 0, 1, 2], 8)
+    """
+    num_questions = num_pairs if num_questions is None else num_questions
+    counts = {"num_examples": num_examples, "num_pairs": num_pairs, "num_questions": num_questions}
+    for name, count in (counts | {"num_values": num_values, "num_fillers": num_fillers}).items():
+        _check_at_least(name, count, 1)
+    _check_at_least("num_keys", num_keys, num_pairs)
+    _check_at_least("num_pairs", num_pairs, num_questions)
+    _check_at_least("length", length, 2 * num_pairs + 3 * num_questions)
+    generator = _generator(generator)
+    keys = torch.rand(num_examples, num_keys, generator=generator).argsort(dim=1)[:, :num_pairs] + 1
+    values = torch.randint(num_values, keys.shape, generator=generator) + 1 + num_keys
+    num_between = length - 2 * num_pairs - 3 * num_questions
+    filler = torch.randint(num_fillers, (num_examples, num_between), generator=generator) + 1 + num_keys + num_values
+    asked = torch.rand(num_examples, num_pairs, generator=generator).argsort(dim=1)[:, :num_questions]
+    answers = values.gather(1, asked)
+    questions = torch.stack([torch.zeros_like(answers), keys.gather(1, asked), answers], dim=2).flatten(1)
+    input_ids = torch.cat([torch.stack([keys, values], dim=2).flatten(1), filler, questions], dim=1)
+    labels = torch.full_like(input_ids, IGNORE_INDEX)
+    labels[:, length - 3 * num_questions + 2 :: 3] = answers
+    return _dataset(input_ids=input_ids, labels=labels)
+
+
 def _check_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(complaint(f"{name} must be at least {least}", value, f"use {least} or more"))
