@@ -185,7 +185,10 @@ def test_a_connection_that_breaks_once_is_tried_again(shared: dict[str, Any], hu
     hub.blobs.clear()
     hub.faults |= {"break upload": 1, "break download": 1}
     source, folder, name = str(work / "shared" / "reformer_lsh" / "saved"), str(work / "broken"), "user/broken"
+    hub.create(name).commit({"hf_longmem_of_an_earlier_version.py": b"", "handler.py": b"", "README.md": b"old"})
     came = call(PROGRAMS, "interrupted", work, hub.environment(work / "new"), source=source, folder=folder, name=name)
     assert came["first"] is None
     assert came["same"]
+    assert "handler.py" in came["again"]
+    assert "hf_longmem_of_an_earlier_version.py" not in came["again"]
     assert hub.faults == {"break upload": 0, "break download": 0, **{fault: 0 for fault in hub.faults}}

@@ -19,6 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_longmem._errors import complaint
 from hf_longmem.hub.cards import CARD, facts_of_folder, write_card
+from hf_longmem.hub.folders import empty_folder
 from hf_longmem.hub.sources import flat_name, flat_sources
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
 from hf_longmem.models.loading import PICKLE_WAY_OUT
@@ -75,10 +76,9 @@ def bundle(
             tokenizer.save_pretrained(folder)
         _add_code(folder)
         if not (folder / CARD).is_file():
-            facts = facts_of_folder(folder)
-            write_card(
-                folder, dataclasses.replace(facts, name=(push_to or destination.name).rpartition("/")[2], path=push_to)
-            )
+            facts = facts_of_folder(folder, results=None if isinstance(model_or_dir, PreTrainedModel) else model_or_dir)
+            name = (push_to or destination.name).rpartition("/")[2]
+            write_card(folder, dataclasses.replace(facts, name=name, path=push_to))
         if destination.exists():
             destination.rmdir()
         # All or nothing: what went wrong above leaves no half of a checkpoint behind.
@@ -103,7 +103,14 @@ def push_folder(folder: str | Path, name: str, *, private: bool | None = None, t
     api = HfApi(token=token)
     try:
         created = api.create_repo(name, private=private, exist_ok=True)
-        return str(api.upload_folder(folder_path=folder, repo_id=created.repo_id, commit_message="Upload a bundle"))
+        # Code of an earlier version that this one lacks goes.
+        done = api.upload_folder(
+            folder_path=folder,
+            repo_id=created.repo_id,
+            commit_message="Upload a bundle",
+            delete_patterns=["hf_longmem_*.py"],
+        )
+        return str(done)
     except (httpx.HTTPError, RuntimeError) as error:
         if isinstance(error, HfHubHTTPError):
             raise
@@ -111,21 +118,6 @@ def push_folder(folder: str | Path, name: str, *, private: bool | None = None, t
         received = f"{type(error).__name__}: {error}" + (f" {error.__cause__}" if error.__cause__ else "")
         fix = f"the repository is as it was; `hf upload {name} {folder}` goes on where it broke off"
         raise OSError(complaint(rule, received, fix)) from error
-
-
-def empty_folder(path: str | Path) -> Path:
-    """Give ``path`` if it is an empty folder or nothing yet.
-
-    Raises:
-        ValueError: it is a file, or a folder with something in it.
-    """
-    path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise ValueError(complaint("the destination must be a folder", path, "name another one"))
-    if path.is_dir() and any(path.iterdir()):
-        rule, fix = "the destination must be empty", "name another folder, or empty it"
-        raise ValueError(complaint(rule, f"{path} with files in it", fix))
-    return path
 
 
 def _check_type(model_type: Any, source: Any) -> None:
@@ -185,4 +177,4 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
-__all__ = ["bundle", "empty_folder", "push_folder"]
+__all__ = ["bundle", "push_folder"]

@@ -165,15 +165,21 @@ def write_card(folder: str | Path, facts: CardFacts | None = None) -> Path:
     return file
 
 
-def facts_of_folder(folder: str | Path) -> CardFacts:
-    """What a checkpoint's folder tells by itself: its name, its tokenizer, and what Trainer has measured."""
+def facts_of_folder(folder: str | Path, *, results: str | Path | None = None) -> CardFacts:
+    """What a checkpoint's folder tells by itself: its name, its tokenizer, its size, and what was measured.
+
+    Args:
+        folder: the checkpoint.
+        results: another folder where `longmem train` or Trainer has left ``all_results.json``.
+    """
     folder = Path(folder)
-    results = folder / "all_results.json"
-    metrics = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
+    file = Path(results or folder) / "all_results.json"
+    metrics = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return CardFacts(
         name=folder.resolve().name,
         num_parameters=_count_parameters(folder),
         metrics={name: value for name, value in metrics.items() if name in _METRICS and isinstance(value, int | float)},
+        unit="byte",  # what `longmem train` counts bits per
         tokenizer=(folder / "tokenizer_config.json").is_file(),
     )
 

@@ -13,6 +13,7 @@ from transformers.models.reformer import modeling_reformer
 from transformers.utils.hub import cached_file
 
 from hf_longmem._errors import complaint
+from hf_longmem.hub.folders import empty_folder
 from hf_longmem.models.reformer_lsh import modeling_reformer_lsh, modeling_reformer_lsh_heads
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.reformer_checkpoints import (
@@ -51,7 +52,7 @@ def from_reformer(source: str | Path, destination: str | Path) -> Conversion:
         ValueError: the source is another kind of model, or lacks weights; the destination is not empty.
         OSError: the source does not exist, or is damaged.
     """
-    destination = _empty(destination)
+    destination = empty_folder(destination)
     saved = _config_of(source, REFORMER, "transformers' Reformer")
     model_class = _our_class(ARCHITECTURES[reformer_architecture(saved)])
     model, loading = model_class.from_pretrained(source, output_loading_info=True)
@@ -74,7 +75,7 @@ def to_reformer(source: str | Path, destination: str | Path) -> Conversion:
             weights; the destination is not empty.
         OSError: the source does not exist, or is damaged.
     """
-    destination = _empty(destination)
+    destination = empty_folder(destination)
     saved = _config_of(source, ReformerLSHConfig.model_type, "reformer_lsh")
     theirs = {ours: theirs for theirs, ours in ARCHITECTURES.items()}
     name = (saved.get("architectures") or ["ReformerLSHModel"])[0]
@@ -92,16 +93,6 @@ def to_reformer(source: str | Path, destination: str | Path) -> Conversion:
     if ours.can_generate():
         model.generation_config = ours.generation_config
     return _save(model, _tokenizer_of(source), destination)
-
-
-def _empty(destination: str | Path) -> Path:
-    destination = Path(destination)
-    if destination.exists() and not destination.is_dir():
-        raise ValueError(complaint("the destination must be a folder", destination, "name another one"))
-    if destination.is_dir() and any(destination.iterdir()):
-        rule, fix = "the destination must be empty", "name another folder, or empty it"
-        raise ValueError(complaint(rule, f"{destination} with files in it", fix))
-    return destination
 
 
 def _config_of(source: str | Path, model_type: str, kind: str) -> dict[str, Any]:
