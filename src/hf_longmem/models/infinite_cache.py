@@ -264,7 +264,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     found = 0
     for name, tensor in sorted(tensors.items()):
         found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), found)
+        found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, found)
     return f"{found:08x}"
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -15,6 +17,20 @@ from hf_longmem.ops.continuous.retention import segment_edges
 def test_segments_kept_at_the_published_sizes(tau: float, num_samples: int, least: int, most: int) -> None:
     spec = RegressionSpec(GaussianBasis(512, (0.01, 0.05)), 512, num_samples)
     assert least <= memory_retention(spec, tau, 24).kept() <= most
+
+
+@pytest.mark.parametrize("num_basis", [64, 128])
+def test_the_table_of_the_documentation_is_what_the_command_gives(num_basis: int) -> None:
+    """The rows of 256 and 512 take the same code, for longer."""
+    text = resources.files("hf_longmem.ops.continuous").joinpath("README.md").read_text(encoding="utf-8")
+    header = next(line for line in text.splitlines() if line.startswith("| N | M | tau"))
+    taus = [float(tau) for tau in re.findall(r"tau ([\d.]+)", header)]
+    row = next(line for line in text.splitlines() if line.startswith(f"| {num_basis} |"))
+    _, num_samples, *kept, uniform = [int(cell) for cell in row.strip("| ").split(" | ")]
+    spec = RegressionSpec(GaussianBasis(num_basis, (0.01, 0.05)), num_basis, num_samples)
+    assert [memory_retention(spec, tau, 96).kept() for tau in taus] == kept
+    longest = [n for n in (4, 8, 16, 24, 32, 48, 64, 96) if memory_retention(spec, "uniform", n).kept() == n]
+    assert longest[-1] == uniform
 
 
 def test_uniform_decay_keeps_every_segment_where_a_fixed_one_forgets() -> None:
