@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import ReformerConfig
 from transformers.models.reformer.modeling_reformer import LocalSelfAttention
 
-from hf_longmem.ops.local import local_attention, naive, window
+from hf_longmem.ops.local import local_attention, naive, tiles, window
 
 LENGTHS = (1, 2, 63, 64, 65, 257, 1000)
 PADDINGS = ("none", "all real", "left", "right", "scattered", "a row of padding")
@@ -67,8 +67,8 @@ def assert_same(got: list[Tensor], expected: list[Tensor], tolerance: float) -> 
     causal=st.booleans(),
     padding=st.sampled_from(PADDINGS),
     dtype=st.sampled_from((torch.float64, torch.float32)),
-    tile_scores=st.sampled_from((1, 3000, window.TILE_SCORES["cpu"])),
-    query_block=st.sampled_from((1, 7, window.QUERY_BLOCK)),
+    tile_scores=st.sampled_from((1, 3000, tiles.TILE_SCORES["cpu"])),
+    query_block=st.sampled_from((1, 7, tiles.QUERY_BLOCK)),
 )
 def test_fast_equals_naive_outputs_and_gradients(
     length: int,
@@ -90,8 +90,8 @@ def test_fast_equals_naive_outputs_and_gradients(
         "chunks_after": after,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(window.TILE_SCORES, "cpu", tile_scores)
-        patch.setattr(window, "QUERY_BLOCK", query_block if length < 100 else window.QUERY_BLOCK)
+        patch.setitem(tiles.TILE_SCORES, "cpu", tile_scores)
+        patch.setattr(tiles, "QUERY_BLOCK", query_block if length < 100 else tiles.QUERY_BLOCK)
         out = local_attention(*inputs, **options, causal=causal, attention_mask=mask)
         got = output_and_gradients(out, inputs)
     expected = output_and_gradients(
@@ -251,7 +251,7 @@ def test_memory_is_outputs_and_gradients_plus_a_tile() -> None:
 
 @pytest.mark.parametrize("rule", ["sliding", "chunk"])
 def test_gradcheck_with_dropout_replays_the_same_mask(rule: window.Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(window.TILE_SCORES, "cpu", 400)
+    monkeypatch.setitem(tiles.TILE_SCORES, "cpu", 400)
     inputs, mask = make_inputs(2, 2, 21, width=2), make_mask("scattered", 2, 21)
 
     def attend(*inputs: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longmem.ops.local import local_attention, naive, window
+from hf_longmem.ops.local import local_attention, naive, tiles, window
 
 ROWS = ([1, 2, 63, 64, 65], [257])
 
@@ -66,8 +66,8 @@ def test_each_document_is_what_it_is_alone(causal: bool, padding: str | None) ->
     after=st.integers(0, 2),
     causal=st.booleans(),
     padding=st.sampled_from((None, "left", "right", "scattered")),
-    tile_scores=st.sampled_from((1, 3000, window.TILE_SCORES["cpu"])),
-    query_block=st.sampled_from((3, window.QUERY_BLOCK)),
+    tile_scores=st.sampled_from((1, 3000, tiles.TILE_SCORES["cpu"])),
+    query_block=st.sampled_from((3, tiles.QUERY_BLOCK)),
     seed=st.integers(0, 1000),
 )
 def test_fast_equals_naive(
@@ -88,8 +88,8 @@ def test_fast_equals_naive(
     reach |= {"chunks_after": after, "causal": causal, "attention_mask": mask, "document_ids": ids}
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(window.TILE_SCORES, "cpu", tile_scores)
-        patch.setattr(window, "QUERY_BLOCK", query_block)
+        patch.setitem(tiles.TILE_SCORES, "cpu", tile_scores)
+        patch.setattr(tiles, "QUERY_BLOCK", query_block)
         for function in (local_attention, naive.local_attention):
             out = function(*inputs, **reach)
             weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
