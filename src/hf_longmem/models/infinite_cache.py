@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -18,6 +15,7 @@ from hf_longmem._errors import complaint
 from hf_longmem.models.cache import RecurrentAttentionLayer, own_layers
 from hf_longmem.models.infinite_former.configuration_infinite_former import CACHE_LAYER_TYPE, InfiniteFormerConfig
 from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState
+from hf_longmem.models.memory_files import read_memory_file, write_memory_file
 from hf_longmem.models.static_cache import refuse_static
 from hf_longmem.ops.continuous import MemoryState
 
@@ -146,20 +144,7 @@ class InfiniteFormerCache(DynamicCache):
         tensors = {"seen": memory.seen_B}
         for index, layer in enumerate(memory.layers):
             tensors |= {f"layers.{index}.{name}": part for name, part in _stored(layer).items()}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {
-            "format": _FORMAT,
-            "config": json.dumps(self.fingerprint),
-            "length": str(self.get_seq_length()),
-            "checksum": _checksum(tensors),
-        }
-        partial = f"{os.fspath(path)}.partial"
-        try:
-            save_file(tensors, partial, metadata)
-            os.replace(partial, path)
-        finally:
-            if os.path.exists(partial):
-                os.remove(partial)
+        write_memory_file(path, _FORMAT, tensors, self.fingerprint, self.get_seq_length())
 
     @classmethod
     def load(
@@ -171,32 +156,13 @@ class InfiniteFormerCache(DynamicCache):
             OSError: the file is missing, truncated or corrupt.
             ValueError: it is no memory, one of another config, or holds NaN or infinity.
         """
-        whole = f"the memory file {os.fspath(path)!r} must be whole"
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise OSError(complaint(whole, f"a damaged one ({error})", "save it again")) from error
         cache = cls(config)
-        if metadata.get("format") != _FORMAT:
-            rule = f"{os.fspath(path)!r} must hold the memory of an infinite_former model"
-            raise ValueError(complaint(rule, f"format {metadata.get('format')}", "use a file that save(path) wrote"))
-        if metadata.get("checksum") != _checksum(tensors):
-            raise OSError(complaint(whole, "one whose checksum is wrong", "save it again"))
-        theirs = json.loads(metadata["config"])
-        if theirs != cache.fingerprint:
-            differ = [
-                f"{name}={theirs.get(name)}" for name, value in cache.fingerprint.items() if theirs.get(name) != value
-            ]
-            rule = f"the memory in {os.fspath(path)!r} must come from a model of this config"
-            raise ValueError(complaint(rule, ", ".join(differ), "load it into the model that wrote it"))
-        _check_finite(tensors, path)
+        tensors, length = read_memory_file(path, _FORMAT, cache.fingerprint, config.model_type)
         layers = []
         for index in range(config.num_hidden_layers):
             prefix = f"layers.{index}."
             layers.append(_restored({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}))
-        keep(cache, InfiniteFormerMemory(tensors["seen"], tuple(layers)), int(metadata["length"]))
+        keep(cache, InfiniteFormerMemory(tensors["seen"], tuple(layers)), length)
         return cache.to(device)
 
 
@@ -257,22 +223,6 @@ def _restored(parts: dict[str, Tensor]) -> LayerState:
     if "coefficients" in parts:
         memory = MemoryState(parts["coefficients"], parts["segments"], parts["histogram"])
     return LayerState(parts["inputs"], parts.get("keys"), parts.get("values"), memory)
-
-
-def _checksum(tensors: dict[str, Tensor]) -> str:
-    """Of names, types, shapes and bytes: safetensors itself notices only a file that is too short."""
-    found = 0
-    for name, tensor in sorted(tensors.items()):
-        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, found)
-    return f"{found:08x}"
-
-
-def _check_finite(tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:
-    broken = [n for n, tensor in tensors.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()]
-    if broken:
-        rule = f"the memory in {os.fspath(path)!r} must be finite"
-        raise ValueError(complaint(rule, f"NaN or infinity in {broken[0]}", "save it again"))
 
 
 __all__ = ["InfiniteFormerCache", "InfiniteFormerCacheLayer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from typing import Any
 
 import torch
@@ -26,10 +27,16 @@ def write_memory_file(
         fingerprint: the settings which a model that goes on with it must share.
         length: tokens read, padding included.
     """
-    metadata = {"format": file_format, "config": json.dumps(fingerprint), "length": str(length)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {
+        "format": file_format,
+        "config": json.dumps(fingerprint),
+        "length": str(length),
+        "checksum": _checksum(tensors),
+    }
     partial = f"{os.fspath(path)}.partial"
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+        save_file(tensors, partial, metadata)
         os.replace(partial, path)
     finally:
         if os.path.exists(partial):
@@ -37,28 +44,26 @@ def write_memory_file(
 
 
 def read_memory_file(
-    path: str | os.PathLike[str],
-    file_format: str,
-    fingerprint: dict[str, Any],
-    model_type: str,
-    device: torch.device | str,
+    path: str | os.PathLike[str], file_format: str, fingerprint: dict[str, Any], model_type: str
 ) -> tuple[dict[str, Tensor], int]:
-    """Read what `write_memory_file` wrote: the tensors, and how many tokens were read.
+    """Read what `write_memory_file` wrote: the tensors, on the CPU, and how many tokens were read.
 
     Raises:
         OSError: the file is missing, truncated or corrupt.
         ValueError: it is no memory, one of other settings, or holds NaN or infinity.
     """
+    whole = f"the memory file {os.fspath(path)!r} must be whole"
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        rule = f"the memory file {os.fspath(path)!r} must be whole"
-        raise OSError(complaint(rule, f"a damaged one ({error})", "save it again")) from error
+        raise OSError(complaint(whole, f"a damaged one ({error})", "save it again")) from error
     if metadata.get("format") != file_format:
-        rule = f"{os.fspath(path)!r} must hold the memory of a {model_type} model"
+        rule = f"{os.fspath(path)!r} must hold the memory of {model_type} models"
         raise ValueError(complaint(rule, f"format {metadata.get('format')}", "use a file that save(path) wrote"))
+    if metadata.get("checksum") != _checksum(tensors):
+        raise OSError(complaint(whole, "one whose checksum is wrong", "save it again"))
     theirs = json.loads(metadata["config"])
     if theirs != fingerprint:
         differ = [f"{name}={theirs.get(name)}" for name, value in fingerprint.items() if theirs.get(name) != value]
@@ -69,6 +74,15 @@ def read_memory_file(
         rule = f"the memory in {os.fspath(path)!r} must be finite"
         raise ValueError(complaint(rule, f"NaN or infinity in {broken[0]}", "save it again"))
     return tensors, int(metadata["length"])
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    """Of names, types, shapes and bytes: safetensors itself notices only a file that is too short."""
+    found = 0
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
 
 
 __all__ = ["read_memory_file", "write_memory_file"]

@@ -209,7 +209,7 @@ def test_a_damaged_or_foreign_file_is_refused(causal_lm: Make, tokens: Make, tmp
     with pytest.raises(OSError, match="book"):
         InfiniteFormerCache.load(path, model.config)
     save_file({"weight": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match="must hold the memory of an infinite_former model"):
+    with pytest.raises(ValueError, match="must hold the memory of infinite_former models"):
         InfiniteFormerCache.load(path, model.config)
     path.write_bytes(whole)
     cache = InfiniteFormerCache.load(path, model.config)

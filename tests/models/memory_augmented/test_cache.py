@@ -161,6 +161,12 @@ def test_a_memory_can_be_saved_and_loaded(
     assert loaded.seen.tolist() == [37, 37]
     close(logits_of(model, more, cache=loaded), logits_of(model, more, cache=cache))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["book.safetensors"]
+    file = tmp_path / "book.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]):
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(OSError, match="must be whole"):
+            MemoryAugmentedCache.load(tmp_path / "damaged", model.config)
     other = augmented(family, **(kind | {"num_basis": 20}))
     with pytest.raises(ValueError, match="must come from a model of this config, got num_basis=16"):
         MemoryAugmentedCache.load(tmp_path / "book.safetensors", other.config)

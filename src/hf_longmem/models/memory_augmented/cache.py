@@ -197,15 +197,15 @@ class MemoryAugmentedCache(DynamicCache):
             ValueError: it is no memory, one of another config, or holds NaN or infinity.
         """
         cache = cls(config)
-        tensors, length = read_memory_file(path, _FORMAT, cache.fingerprint, config.model_type, device)
+        tensors, length = read_memory_file(path, _FORMAT, cache.fingerprint, config.model_type)
         inputs, memories = [], []
         for index in range(len(config.memory.memory_layers)):  # type: ignore[arg-type]
             part = {name: tensors[f"memories.{index}.{name}"] for name in ("coefficients", "segments", "histogram")}
             inputs.append(tensors[f"memories.{index}.inputs"])
             memories.append(MemoryState(*part.values()))
-        state = MemoryAugmentedState(tensors["seen"].cpu(), tensors["window"], tuple(inputs), tuple(memories))
+        state = MemoryAugmentedState(tensors["seen"], tensors["window"], tuple(inputs), tuple(memories))
         cache.layer.keep(state, None, length)
-        return cache
+        return cache.to(device)
 
 
 def check_cache(cache: Cache, config: MemoryAugmentedConfig) -> MemoryAugmentedCacheLayer:
