@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -322,6 +323,35 @@ def test_training_under_autocast_is_finite(causal_lm: Make, tokens: Make) -> Non
     assert torch.isfinite(outputs.loss)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     assert outputs.memory.layers[0].memory.coefficients_BNE.dtype == torch.float32
+
+
+def test_two_hundred_steps_under_autocast_stay_finite_and_learn(causal_lm: Make, tokens: Make) -> None:
+    """Memory goes on from step to step, and densities may grow as narrow as the floor allows."""
+    model = causal_lm(num_hidden_layers=1, segment_length=8, sticky_memories=True, memory_kl_weight=0.1).train()
+    optimizer, memory, losses = torch.optim.Adam(model.parameters(), lr=1e-2), None, []
+    ids = tokens(2, 24)
+    for _ in range(200):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(ids, labels=ids, memory=memory)
+        optimizer.zero_grad()
+        outputs.loss.backward()
+        optimizer.step()
+        memory = outputs.memory
+        losses.append(outputs.loss.item())
+    assert torch.tensor(losses).isfinite().all()
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert memory.layers[0].memory.coefficients_BNE.isfinite().all()
+    assert memory.seen_B.tolist() == [4800, 4800]
+
+
+def test_copies_and_state_dicts_give_the_same_logits(causal_lm: Make, tokens: Make) -> None:
+    model, ids = causal_lm(sticky_memories=True, memory_gate="convolution"), tokens(2, 70)
+    other = causal_lm(seed=1, sticky_memories=True, memory_gate="convolution")
+    other.load_state_dict(model.state_dict())
+    for same in (copy.deepcopy(model), other):
+        assert torch.equal(logits_of(same, ids), logits_of(model, ids))
+        assert torch.equal(logits_of(same.double().float(), ids), logits_of(model, ids))
 
 
 def test_a_half_precision_model_keeps_its_memory_in_float32(causal_lm: Make, tokens: Make) -> None:
