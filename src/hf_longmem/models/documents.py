@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_longmem._errors import complaint
-from hf_longmem.models.padding import check_documents, pop_documents, real_tokens
+from hf_longmem.models.padding import check_documents, check_positions, pop_documents, real_tokens
 from hf_longmem.ops.documents import document_numbers
 
 # Documents of at most so many tokens share a batch; above, those whose lengths differ by less than a factor of two.
@@ -49,6 +49,9 @@ def unpack_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
     ``hidden_states`` and ``memory_loss`` (``[B, T]``) are put back; padding gets zeros. No cache and no memory is
     returned: a packed row has no one end to go on from. Without ``document_ids`` nothing changes. Goes outside
     ``@compact_padding`` and ``@carried_memory``.
+
+    How often layers are called depends on the lengths of the documents. Where processes share out the parameters
+    themselves (FSDP, ZeRO-3) and meet at every call of a layer, all of them need documents of the same lengths.
 
     ``forward`` has the arguments ``input_ids``, ``attention_mask`` and ``inputs_embeds`` and takes ``return_dict``;
     where it has ``position_ids``, ``cache``, ``use_cache``, ``memory`` or ``reset_memory``, they have their usual
@@ -90,7 +93,6 @@ class _Batch(NamedTuple):
 
     place_DT: Tensor
     real_DT: Tensor
-    lengths: list[int]
 
 
 def _run_documents(forward: Callable[..., Any], given: dict[str, Any], document_ids: Tensor) -> Any:
@@ -101,6 +103,8 @@ def _run_documents(forward: Callable[..., Any], given: dict[str, Any], document_
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
         return forward(**given)
+    if given.get("position_ids") is not None:
+        check_positions(given["position_ids"], tokens)
     batches = _batches(document_ids, given.get("attention_mask"), tokens)
     if not batches:
         return _without_past(forward(**given))
@@ -145,7 +149,7 @@ def _batches(document_ids: Tensor, attention_mask: Tensor | None, tokens: Tensor
         token_T = torch.arange(max(counts), device=tokens.device)
         first_D1 = torch.tensor([starts[document] for document in documents], device=tokens.device)[:, None]
         place_DT = place_N[(first_D1 + token_T).clamp(max=len(place_N) - 1)]
-        batches.append(_Batch(place_DT, token_T < torch.tensor(counts, device=tokens.device)[:, None], counts))
+        batches.append(_Batch(place_DT, token_T < torch.tensor(counts, device=tokens.device)[:, None]))
     return batches
 
 

@@ -40,7 +40,7 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
         order = None
         document_ids = pop_documents(kwargs)
         if position_ids is not None and tokens is not None:
-            _check_positions(position_ids, tokens)
+            check_positions(position_ids, tokens)
         if attention_mask is not None and tokens is not None:
             attention_mask = real_tokens(attention_mask, tokens)
         if attention_mask is not None and tokens is not None:
@@ -66,7 +66,8 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _check_positions(position_ids: Tensor, tokens: Tensor) -> None:
+def check_positions(position_ids: Tensor, tokens: Tensor) -> None:
+    """Raise a ValueError if there is not one position per token of ``[B, T]`` or ``[B, T, E]``, or of any row."""
     batch, length = tokens.shape[:2]
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
         rule = f"position_ids must be [{batch}, {length}] or [1, {length}], as the input is"

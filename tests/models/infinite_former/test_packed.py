@@ -197,3 +197,9 @@ def test_the_last_token_of_a_document_predicts_nothing() -> None:
     labels, documents = torch.tensor([[5, 6, 7, 8, -100, 9]]), torch.tensor([[1, 1, 2, 2, 2, 2]])
     assert next_token_labels(labels).tolist() == [[6, 7, 8, -100, 9, -100]]
     assert next_token_labels(labels, documents).tolist() == [[6, -100, 8, -100, 9, -100]]
+
+
+def test_positions_of_another_shape_are_refused_in_packed_rows_too(causal_lm: Make, tokens: Make) -> None:
+    batch = pack(tokens, "right", ([20, 30],))
+    with pytest.raises(ValueError, match=r"position_ids must be \[1, 55\] or \[1, 55\], as the input is"):
+        causal_lm()(**batch, position_ids=torch.arange(7)[None])
