@@ -114,6 +114,26 @@ def test_a_model_saved_in_bfloat16_comes_back_in_it_and_generates(family: str, t
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("reformer_lsh", {}),
+        ("infinite_former", {}),
+        ("infinite_former", {"position_embedding_type": "relative", "memory_gate": "convolution"}),
+    ],
+    ids=str,
+)
+def test_linear_layers_in_eight_bits_give_nearly_the_same(family: str, changes: dict[str, Any]) -> None:
+    model = causal_lm(family, **changes).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    assert "DynamicQuantizedLinear" in repr(quantised.model.layers)
+    expected = output(model)
+    error = (output(quantised) - expected).abs().flatten()
+    assert error.quantile(0.9) < 0.05 * expected.abs().max()
+    assert quantised.generate(IDS, max_new_tokens=8, do_sample=False).shape == (1, IDS.shape[1] + 8)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tied_embeddings_stay_tied(family: str, tmp_path: Path) -> None:
     model = causal_lm(family, tie_word_embeddings=True).eval()

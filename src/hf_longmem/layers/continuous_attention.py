@@ -116,21 +116,25 @@ class ContinuousAttention(nn.Module):
             samples_BMN = sticky_samples(positions_BM, self.spec.basis)
         return write_memory(memory, x_BLE, self._maps(memory), write_B=write_B, samples_BMN=samples_BMN)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in: of a parameter that no quantisation of linear layers touches."""
+        return self.density_heads.dtype
+
     def unused(self) -> Tensor:
         """Give a zero that depends on the parameters which only a write uses, so that each call gives them a gradient.
 
         Without one, data-parallel training would wait for it.
         """
-        zero = self.o_proj.weight.new_zeros(())
+        zero = self.density_heads.new_zeros(())
         return zero if self.gate is None else sum((p.sum() * 0 for p in self.gate.parameters()), zero)
 
     def project(self, memory: MemoryState) -> MemoryProjection:
         """Project a memory to keys and values, to be read until the next write."""
         coefficients_BNE = memory.coefficients_BNE
         summary_B2E = summarise_coefficients(coefficients_BNE, self.density_heads)
-        dtype = self.k_proj.weight.dtype
-        keys_BH2D = self._split_heads(self.k_proj(summary_B2E.to(dtype)))
-        v_BHND = self._split_heads(self.v_proj(coefficients_BNE.to(dtype)))
+        keys_BH2D = self._split_heads(self.k_proj(summary_B2E.to(self.dtype)))
+        v_BHND = self._split_heads(self.v_proj(coefficients_BNE.to(self.dtype)))
         return MemoryProjection(keys_BH2D, v_BHND, memory.segments_B > 0)
 
     def forward(

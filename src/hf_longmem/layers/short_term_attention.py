@@ -89,7 +89,7 @@ class ShortTermAttention(nn.Module):
     def _distance_scores(self, q_BHTD: Tensor, distance: Tensor) -> Tensor:
         # Only the distances that occur are encoded; the furthest is that of the last place to the first key.
         encoded = sinusoids(distance.shape[-1], self.r_proj.in_features, theta=self.theta, device=q_BHTD.device)
-        r_HSD = self._split_heads(self.r_proj(encoded.to(self.r_proj.weight.dtype))[None])[0]
+        r_HSD = self._split_heads(self.r_proj(encoded.to(q_BHTD.dtype))[None])[0]
         return relative_scores(q_BHTD + self.position_bias[:, None].to(q_BHTD.dtype), r_HSD, distance)
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class BlockReading:
         self.inputs[index] = hidden_states[:, hidden_states.shape[1] - self.last :]
         if not self.reads:
             return None
-        queries = hidden_states.to(attention.o_proj.weight.dtype)
+        queries = hidden_states.to(attention.dtype)
         context, state, divergence_BS = attention(queries, self.projections[index], self.states[index], self.counted_BS)
         self.states[index] = state
         before_BS = self.divergence_BS

@@ -243,8 +243,8 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
         width = self.config.hidden_size
         inputs, memories = [], []
         for attention in self.long_term_memory.layers.values():  # type: ignore[operator]
-            dtype = torch.promote_types(attention.o_proj.weight.dtype, torch.float32)
-            inputs.append(torch.zeros(batch_size, 0, width, dtype=attention.o_proj.weight.dtype, device=device))
+            dtype = torch.promote_types(attention.dtype, torch.float32)
+            inputs.append(torch.zeros(batch_size, 0, width, dtype=attention.dtype, device=device))
             memories.append(attention.empty(batch_size, device, dtype))
         seen_B = torch.zeros(batch_size, dtype=torch.int64, device="cpu")
         return MemoryAugmentedState(seen_B, window, tuple(inputs), tuple(memories))
