@@ -29,12 +29,12 @@ def documents(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[torch.T
     return [torch.randint(2, 60, (length,), generator=generator) for length in lengths]
 
 
-def tiny_model() -> InfiniteFormerForCausalLM:
+def tiny_model(hidden_size: int = 16) -> InfiniteFormerForCausalLM:
     torch.manual_seed(0)
     return InfiniteFormerForCausalLM(
         InfiniteFormerConfig(
             vocab_size=60,
-            hidden_size=16,
+            hidden_size=hidden_size,
             num_attention_heads=2,
             num_hidden_layers=2,
             segment_length=16,
@@ -185,6 +185,13 @@ def test_a_memory_belongs_to_its_data_set() -> None:
         for time, pair in enumerate(together):
             for number, batch in enumerate(pair):
                 assert torch.equal(model(**batch).logits, alone[number][time])
+
+
+def test_an_epoch_begins_anew_with_another_model() -> None:
+    batches = loader(DocumentStreams(documents(), batch_size=2, sequence_length=24))
+    for width in (16, 32):
+        model = tiny_model(width).train()
+        assert all(model(**batch).loss.isfinite() for batch in batches)
 
 
 def test_a_batch_given_twice_goes_on_from_the_same_memory() -> None:
