@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from contextlib import suppress
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, logging
 
@@ -20,7 +22,7 @@ logger = logging.get_logger(__name__)
 _MEMORY = "long_term_memory."
 # Of the arguments of from_pretrained, those that say where a checkpoint is and go for the base model's as well.
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
-_OWN_ARGUMENTS = ("revision", "subfolder", "variant")
+_OWN_ARGUMENTS = ("revision", "subfolder", "variant", "_commit_hash", "adapter_kwargs")
 # Whoever trusts the code of a memory's checkpoint has not said so of the other that it names.
 _NOT_FOR_BASE = ("config", "state_dict", "output_loading_info", "trust_remote_code", "code_revision", *_OWN_ARGUMENTS)
 
@@ -60,6 +62,22 @@ class MemoryCheckpoints(CheckedLoading):
             kwargs["state_dict"] = {name: tensor for name, tensor in state.items() if name.startswith(_MEMORY)}
         super().save_pretrained(save_directory, *args, **kwargs)
 
+    def push_to_hub(self, repo_id: str, *, memory_only: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Upload everything, or the memory's weights alone as `save_pretrained` writes them.
+
+        Args:
+            repo_id: name of the repository.
+            memory_only: see `save_pretrained`.
+            kwargs: as in transformers; with ``memory_only`` ``commit_message``, ``create_pr``, ``private``, ``token``.
+
+        Raises:
+            ValueError: ``memory_only`` of a model that came from nowhere.
+        """
+        if not memory_only:
+            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
+        with tempfile.TemporaryDirectory() as folder:
+            return self.save_pretrained(folder, memory_only=True, push_to_hub=True, repo_id=repo_id, **kwargs)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load either kind of checkpoint.
@@ -98,6 +116,8 @@ class MemoryCheckpoints(CheckedLoading):
         model.load_state_dict(tensors, strict=False)
         check_finite(model.long_term_memory, path)
         model.name_or_path = str(path)
+        with suppress(OSError):  # one saved without it generates as the base model does
+            model.generation_config = GenerationConfig.from_pretrained(path, **where)
         model.eval()
         if kwargs.get("output_loading_info"):
             return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
