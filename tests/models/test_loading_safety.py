@@ -180,6 +180,17 @@ def test_no_argument_makes_it_read_a_pickle(family: str, checkpoint: Path, tmp_p
     assert not (tmp_path / "fired").exists()
 
 
+def test_an_index_of_safetensors_may_list_no_pickle(family: str, checkpoint: Path, tmp_path: Path) -> None:
+    names = list(load_file(checkpoint / "model.safetensors"))
+    (checkpoint / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Bomb(tmp_path / "fired")}, checkpoint / "model-00001-of-00001.bin")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.bin")}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(OSError, match=r"must be safetensors, got model-00001-of-00001.bin; a pickle can run code"):
+        MODELS[family].from_pretrained(checkpoint)
+    assert not (tmp_path / "fired").exists()
+
+
 def test_a_pickle_beside_safetensors_is_left_alone(family: str, checkpoint: Path, tmp_path: Path) -> None:
     torch.save({"lm_head.weight": Bomb(tmp_path / "fired")}, checkpoint / "pytorch_model.bin")
     MODELS[family].from_pretrained(checkpoint)

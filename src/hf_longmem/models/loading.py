@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,17 +54,24 @@ def has_safetensors(source: Any, kwargs: dict[str, Any]) -> bool:
     variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
     arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
 
-    def found(name: str) -> bool:
+    def found(name: str) -> str | None:
         stem, dot, ending = name.rpartition(".")
         file = f"{stem}{variant}{dot}{ending}"
-        return cached_file(source, file, _raise_exceptions_for_missing_entries=False, **arguments) is not None
+        return cached_file(source, file, _raise_exceptions_for_missing_entries=False, **arguments)
 
-    if found(SAFE_WEIGHTS_NAME) or found(SAFE_WEIGHTS_INDEX_NAME):
+    if found(SAFE_WEIGHTS_NAME):
         return True
-    for pickle in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        if found(pickle):
-            raise OSError(complaint(f"the weights of {str(source)!r} must be safetensors", pickle, PICKLE_WAY_OUT))
-    return False
+    index = found(SAFE_WEIGHTS_INDEX_NAME)
+    pickles = _other_shards(index) if index else [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if found(name)]
+    if pickles:
+        raise OSError(complaint(f"the weights of {str(source)!r} must be safetensors", pickles[0], PICKLE_WAY_OUT))
+    return index is not None
+
+
+def _other_shards(index: str) -> list[str]:
+    """What an index of safetensors lists that are none."""
+    shards = json.loads(Path(index).read_text(encoding="utf-8")).get("weight_map", {}).values()
+    return sorted({str(shard) for shard in shards if not str(shard).endswith(".safetensors")})
 
 
 class CheckedLoading(SafetensorsOnly):
