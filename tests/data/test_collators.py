@@ -258,8 +258,11 @@ def whole_words(tokenizer: Any) -> DataCollatorForLongSequences:
     return DataCollatorForLongSequences(tokenizer, mlm=True, whole_word_mask=True, mlm_probability=0.5, seed=0)
 
 
-def test_bytes_between_spaces_are_masked_whole() -> None:
-    tokenizer = byte_tokenizer()
+@pytest.mark.parametrize("make", [ByT5Tokenizer, ReformerLSHByteTokenizer])
+def test_bytes_between_spaces_are_masked_whole(make: Callable[[], Any]) -> None:
+    tokenizer = make()
+    # What the error of a tokenizer without a mask token says to do.
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
     row = tokenizer("né, ab\nc")
     assert_whole(whole_words(tokenizer), row, [[0, 1, 2, 3], [4], [5, 6], [7], [8]])
 

@@ -51,8 +51,9 @@ class DataCollatorForLongSequences:
 
     Masked language modelling replaces each token with probability ``mlm_probability``: by the mask token (80 %), by any
     ordinary token (10 %), or by itself. Special tokens and padding are never chosen. With ``whole_word_mask`` words
-    are chosen and replaced whole; what a word is tell the columns ``word_ids`` or ``offset_mapping``, or else the
-    vocabulary: between spaces for bytes and characters, by their marks for WordPiece, byte-level BPE, SentencePiece.
+    are chosen and replaced whole. The column ``word_ids`` or ``offset_mapping`` says what a word is (Trainer drops both
+    unless ``remove_unused_columns=False``), or else the vocabulary does: what stands between spaces for bytes and
+    characters, by their marks for WordPiece, byte-level BPE and SentencePiece.
 
     Args:
         tokenizer: for its padding, its special tokens and, in masked language modelling, its vocabulary.
@@ -64,7 +65,8 @@ class DataCollatorForLongSequences:
         return_document_ids: None for batches with a packed row, True for every batch, False for none (then documents
             see each other, and only their labels are apart).
         seed: draws the masks from a generator of its own, which goes on from batch to batch; a worker process adds its
-            number, and starts anew when it is started anew. None draws from torch's default generator.
+            number, and starts anew when it is started anew. None draws from torch's default generator, whose state
+            is part of Trainer's checkpoints.
 
     Returns:
         A call returns a dict of tensors ``[B, T]``: ``input_ids``, ``attention_mask``, ``labels``, for packed rows
