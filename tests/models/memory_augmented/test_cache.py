@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,24 @@ def test_a_copy_of_a_model_is_a_model_of_its_own(augmented: Make, tokens: Make) 
         parameter.data.zero_()
     assert torch.equal(logits_of(model, ids), before)
     assert not torch.equal(logits_of(other, ids), before)
+
+
+def test_calls_in_parallel_and_within_each_other_do_not_meet(augmented: Make, tokens: Make) -> None:
+    model, inputs = augmented("llama"), [tokens(1, 60, seed) for seed in range(6)]
+    expected = [logits_of(model, ids) for ids in inputs]
+    with ThreadPoolExecutor(3) as pool:
+        for found, alone in zip(pool.map(lambda ids: logits_of(model, ids), inputs), expected, strict=True):
+            assert torch.equal(found, alone)
+    other, seen = augmented("gpt2"), []
+    inner = logits_of(other, inputs[1])
+
+    def call_another(*args: Any) -> None:
+        seen.append(torch.equal(logits_of(other, inputs[1]), inner))
+
+    model.language_model.model.layers[1].input_layernorm.register_forward_hook(call_another)
+    assert torch.equal(logits_of(model, inputs[0]), expected[0])
+    assert seen
+    assert all(seen)
 
 
 def test_perplexity_of_a_document_of_any_length(augmented: Make, tokens: Make) -> None:

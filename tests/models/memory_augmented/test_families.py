@@ -232,7 +232,7 @@ def test_a_path_decides_where_structure_cannot(base_model: Make) -> None:
     assert (found.attention_name, found.with_attention) == ("attn", (0, 1))
 
 
-def test_a_model_without_position_arguments_works_too(tokens: Make) -> None:
+def test_a_model_that_takes_neither_positions_nor_other_arguments_works_too(tokens: Make) -> None:
     torch.manual_seed(0)
     bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2)).eval()
     model, ids = add_long_term_memory(bloom, LongTermMemoryConfig(**MEMORY, memory_zero_init=False)), tokens(2, 40)
@@ -242,6 +242,10 @@ def test_a_model_without_position_arguments_works_too(tokens: Make) -> None:
     with torch.no_grad():
         padded, alone = model(ids, attention_mask=mask).logits[0, 13:], model(ids[:1, 13:]).logits[0]
     torch.testing.assert_close(padded, alone, atol=2e-5, rtol=2e-5)
+    # Nor do its layers hand on what a recomputation would need.
+    model.train().activation_checkpointing_enable()
+    with pytest.raises(ValueError, match="layers that hand their keyword arguments on"):
+        model(ids)
 
 
 def test_resized_embeddings_are_saved_and_loaded(base_model: Make, tokens: Make, tmp_path: Path) -> None:

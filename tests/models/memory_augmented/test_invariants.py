@@ -18,7 +18,7 @@ LENGTHS = (1, 2, 63, 64, 65, 257, 1000)
 # Learned, rotary and sliding-window positions, parallel branches; plain, gated and sticky memories; any windows.
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {}),
-    ("llama", {"sticky_memories": True, "memory_gate": "convolution", "window_length": 16}),
+    ("llama", {"sticky_memories": True, "memory_gate": "convolution", "segment_length": 10, "window_length": 16}),
     ("mistral", {"memory_decay": "uniform", "memory_layers": (1,), "segment_length": 15}),
     ("gpt_neox", {"memory_input_norm": False, "window_length": 0, "segment_length": 7}),
 ]

@@ -164,7 +164,8 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
             attention_mask: ``[B, T]``, 0 for padding, which may stand anywhere.
             position_ids: not used: tokens are counted from each document's start.
             cache: `MemoryAugmentedCache(config)`, or what an earlier call returned; the input goes on where it ended.
-            labels: ``[B, T]``, as ``input_ids`` (shifted in here), -100 where nothing is to be predicted.
+            labels: ``[B, T]``, as ``input_ids`` (shifted in here), -100 where nothing is to be predicted. With them
+                the logits of all tokens exist at once.
             use_cache: whether to return a cache. One is made where gradients are off (`torch.no_grad()`, `generate`).
             memory: while training, what the last call returned, to go on with its documents; or a `StreamMemory`, which
                 is read and written in every mode.
