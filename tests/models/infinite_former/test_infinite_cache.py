@@ -234,6 +234,11 @@ def test_bad_states_are_refused_and_left_unharmed(causal_lm: Make, tokens: Make)
     ):
         with pytest.raises(ValueError, match=message):
             logits_of(model, ids, **kwargs)
+    for other in ({"segment_length": 8}, {"segment_length": 32}, {"short_term_window": 3}, {"num_basis": 20}):
+        plain = DynamicCache(config=causal_lm(**other).config)  # which knows no config
+        logits_of(causal_lm(**other), ids, cache=plain)
+        with pytest.raises(ValueError, match="what is remembered must come from a model of this config"):
+            logits_of(model, ids, cache=plain)
     with pytest.raises(ValueError, match="the batch must have the 2 rows"):
         logits_of(model, ids[:1], cache=cache)
     with pytest.raises(ValueError, match=r"token ids must lie in 0 \.\. 59, got 60"):

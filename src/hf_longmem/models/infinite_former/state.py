@@ -86,8 +86,11 @@ def check_memory(memory: InfiniteFormerMemory, config: InfiniteFormerConfig, row
     shapes = {tuple(layer.inputs_BSE.shape[2:]) for layer in memory.layers}
     basis = {tuple(layer.memory.coefficients_BNE.shape[1:]) for layer in memory.layers if layer.memory is not None}
     having = tuple(index for index, layer in enumerate(memory.layers) if layer.memory is not None)
-    narrow = any(layer.inputs_BSE.shape[1] < (config.short_term_window or 0) for layer in memory.layers)
-    fits = len(memory.layers) == config.num_hidden_layers and having == config.memory_layers and not narrow
+    window, length = config.short_term_window or 0, config.segment_length
+    pending = max((seen - 1) % length + 1 if seen else 0 for seen in memory.seen_B.tolist())
+    widths = [layer.inputs_BSE.shape[1] for layer in memory.layers]
+    fits = len(memory.layers) == config.num_hidden_layers and having == config.memory_layers
+    fits = fits and all(window + pending <= width <= window + length for width in widths)
     fits = fits and shapes == {(config.hidden_size,)} and basis <= {(config.num_basis, config.hidden_size)}
     if not fits:
         received = f"{len(memory.layers)} layers {shapes}, memories {basis} in layers {having}"
