@@ -200,3 +200,8 @@ def test_a_missing_or_damaged_shard_is_named(family: str, tmp_path: Path) -> Non
     last.unlink()
     with pytest.raises((OSError, ValueError), match=last.name):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for content in (index.read_text()[:-9], "[]", "{}", ""):
+        index.write_text(content)
+        with pytest.raises(OSError, match=r"index.json must be whole, got a damaged one .*; download or copy it again"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -52,7 +52,9 @@ def has_safetensors(source: Any, kwargs: dict[str, Any]) -> bool:
         OSError: it holds a pickle instead.
     """
     variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
-    arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    # What is forced is fetched once, by the loading itself.
+    names = (name for name in HUB_ARGUMENTS if name != "force_download")
+    arguments = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
 
     def found(name: str) -> str | None:
         stem, dot, ending = name.rpartition(".")
@@ -70,8 +72,12 @@ def has_safetensors(source: Any, kwargs: dict[str, Any]) -> bool:
 
 def _other_shards(index: str) -> list[str]:
     """What an index of safetensors lists that are none."""
-    shards = json.loads(Path(index).read_text(encoding="utf-8")).get("weight_map", {}).values()
-    return sorted({str(shard) for shard in shards if not str(shard).endswith(".safetensors")})
+    try:
+        shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f"{index} must be whole"
+        raise OSError(complaint(rule, f"a damaged one ({error})", "download or copy it again")) from error
+    return sorted(shard for shard in map(str, shards) if not shard.endswith(".safetensors"))
 
 
 class CheckedLoading(SafetensorsOnly):
