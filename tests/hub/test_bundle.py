@@ -229,6 +229,10 @@ def test_every_architecture_has_a_flat_form() -> None:
             "import sys\nfrom .hf_longmem_ops_local_decode import __name__ as d\nd = sys.modules[d]\n"
             "from .hf_longmem_ops_local import local_attention as local_attention",
         ),
+        (
+            'separators = "\x0c\u2028"\nfrom hf_longmem.ops.lsh import a\n',
+            'separators = "\x0c\u2028"\nfrom .hf_longmem_ops_lsh import a',
+        ),
         ('"""from hf_longmem import x"""\nimport torch', '"""from hf_longmem import x"""\nimport torch'),
     ],
 )

@@ -86,7 +86,7 @@ def flattened(module: str, source: str) -> tuple[str, list[str]]:
     Raises:
         ValueError: an import of this package in another form than ``from hf_longmem.x import y``.
     """
-    lines, imported = source.splitlines(), list[str]()
+    lines, imported = source.rstrip("\n").split("\n"), list[str]()
     # From the last to the first, so that the line numbers before a replacement stay true.
     for node in sorted(_own_imports(module, ast.parse(source)), key=lambda node: -node.lineno):
         start, end = node.lineno - 1, node.end_lineno or node.lineno
