@@ -6,12 +6,13 @@ import inspect
 from typing import Any, NamedTuple
 
 from datasets import DatasetDict
-from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_longmem._errors import complaint
 from hf_longmem.cli.arguments import DataArguments, LanguageModelingArguments
 from hf_longmem.cli.errors import CommandError, user_mistakes
 from hf_longmem.cli.first_run import BUILT_IN_EVAL_TOKENS, BUILT_IN_TRAIN_TOKENS
+from hf_longmem.data.collators import DataCollatorForLongSequences
 from hf_longmem.data.stream_collator import DataCollatorForStreams
 from hf_longmem.data.streams import DocumentStreams
 from hf_longmem.data.text import pack_documents, tokenize_documents
@@ -69,7 +70,7 @@ def training_data(
     return TrainingData(
         train,
         held_out,
-        DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        DataCollatorForLongSequences(tokenizer),
         streams=False,
         num_tokens=(sum(map(len, train["input_ids"])), sum(map(len, held_out["input_ids"]))),
         beginning=held_out[0]["input_ids"],

@@ -38,14 +38,13 @@ class CarriedMemory:
     """
 
     def __init__(self) -> None:
-        self.advice = "give every batch to the model in order; to begin in the middle, restore the memory first"
-        self.num_batches = 0
-        self.value: Any = None
-        self._before: Any = None
+        self.restore(0, None)
 
     def restore(self, num_batches: int, value: Any) -> None:
         """Go on as after ``num_batches`` batches of an epoch that left the memory ``value``."""
-        self.num_batches, self.value, self._before = num_batches, value, None
+        self.num_batches, self.value = num_batches, value
+        self.advice = "give every batch to the model in order; to begin in the middle, restore the memory first"
+        self._before: Any = None
 
     def read(self, time: int) -> Any:
         """Give what batch number ``time`` goes on from; the same again for a batch that is given to the model twice."""

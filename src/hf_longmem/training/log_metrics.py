@@ -137,7 +137,7 @@ class LogMetricsCallback(TrainerCallback):
                 num_bytes = (self._bytes_V[labels.clamp(min=0)] * real).sum()
             items = kwargs.get("num_items_in_batch")
             nats = loss.float() * (count if items is None else items)
-            weight = getattr(module.config, "memory_kl_weight", 0)
+            weight = getattr(getattr(module, "config", None), "memory_kl_weight", 0)
             if module.training and weight and memory_loss is not None:
                 nats = nats - weight * memory_loss.float() * count
         remembered = zero if memory_loss is None else memory_loss.float() * count
