@@ -219,10 +219,12 @@ def test_calls_in_parallel_and_within_each_other_do_not_meet(augmented: Make, to
         for found, alone in zip(pool.map(lambda ids: logits_of(model, ids), inputs), expected, strict=True):
             assert torch.equal(found, alone)
     other, seen = augmented("gpt2"), []
-    inner = logits_of(other, inputs[1])
+    short = inputs[1][:, :30]
+    inner, bare = logits_of(other, short), logits_of(other.language_model, short)
 
     def call_another(*args: Any) -> None:
-        seen.append(torch.equal(logits_of(other, inputs[1]), inner))
+        seen.append(torch.equal(logits_of(other, short), inner))
+        seen.append(torch.equal(logits_of(other.language_model, short), bare))
 
     model.language_model.model.layers[1].input_layernorm.register_forward_hook(call_another)
     assert torch.equal(logits_of(model, inputs[0]), expected[0])

@@ -48,6 +48,7 @@ _CONTEXT: ContextVar[_Context | None] = ContextVar("_CONTEXT", default=None)
 class BlockReading:
     """One call of the model: what its layers read of the memory, and what the memory learns of it.
 
+    key: whose hooks may read it, see `DecoderLayers.attach`.
     attentions, projections, states: of each layer with a memory, by the layer's index.
     normalise: whether a layer's input is divided by its root mean square.
     reads: False while no memory can change anything; then layers only leave their inputs.
@@ -57,6 +58,7 @@ class BlockReading:
     divergence_BS: each token's regulariser, summed over layers, filled in by the call.
     """
 
+    key: object
     attentions: dict[int, ContinuousAttention]
     projections: dict[int, MemoryProjection]
     states: dict[int, MemoryState]
@@ -109,8 +111,11 @@ class DecoderLayers(NamedTuple):
     attention_name: str
     with_attention: tuple[int, ...]
 
-    def attach(self) -> None:
-        """Hook the memory in. Does nothing to a model's own numbers.
+    def attach(self) -> object:
+        """Hook the memory in; the model's own numbers stay what they are.
+
+        Returns:
+            A key: the hooks read blocks that carry it, and are blind to those of another model around this one's call.
 
         Raises:
             ValueError: there are hooks already.
@@ -120,13 +125,15 @@ class DecoderLayers(NamedTuple):
             raise ValueError(
                 complaint(rule, "one that has one", "load the model anew, or go on with the memory it has")
             )
+        key = object()
         for index, layer in enumerate(self.layers):
-            layer.register_forward_pre_hook(partial(_enter_layer, index), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(_enter_layer, key, index), with_kwargs=True)
             layer.register_forward_hook(_leave, always_call=True)
             if index in self.with_attention:
                 attention = layer.get_submodule(self.attention_name)
                 attention.register_forward_pre_hook(_enter_attention, with_kwargs=True)
                 attention.register_forward_hook(_add_context, always_call=True)
+        return key
 
 
 def find_decoder_layers(model: nn.Module, path: str | None = None, attention: str | None = None) -> DecoderLayers:
@@ -196,11 +203,11 @@ def _has(layer: nn.Module, name: str) -> bool:
 
 
 def _enter_layer(
-    index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    key: object, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     _CONTEXT.set(None)
     block = _READING.get()
-    if block is None:
+    if block is None or block.key is not key:
         return None
     value = block.read(index, args[0] if args else kwargs["hidden_states"])
     if value is None:

@@ -150,6 +150,7 @@ class SegmentLoop:
             counted_BS[:, width - block.length :] = True if block.counted_BT is None else block.counted_BT
         layers = self.memory.memory_layers
         return BlockReading(
+            key=self.model.hooks_key,
             attentions=self.attentions,
             projections=dict(zip(layers, projections, strict=True)) if reads else {},
             states=dict(zip(layers, self.state.memories, strict=True)),

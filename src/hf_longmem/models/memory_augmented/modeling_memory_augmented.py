@@ -94,7 +94,7 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
         # One object, so that resized embeddings or another attention implementation are known to both.
         config.base_config = base_model.config
         self.long_term_memory = LongTermMemory(config.memory, config.hidden_size).to(**place)
-        self.decoder_layers().attach()
+        self.hooks_key = self.decoder_layers().attach()
         self.post_init()
 
     @property
