@@ -13,7 +13,7 @@ from local_hub import card_problems
 from tiny_models import causal_lm
 from transformers import AutoModelForCausalLM, BertConfig, TrainingArguments
 
-from hf_longmem import InfiniteFormerConfig, ReformerLSHConfig, ReformerLSHForMaskedLM
+from hf_longmem import InfiniteFormerConfig, MemoryAugmentedConfig, ReformerLSHConfig, ReformerLSHForMaskedLM
 from hf_longmem.cli.main import main
 from hf_longmem.hub.card_texts import TEXTS
 from hf_longmem.hub.cards import CardFacts, model_card, render_recipe, write_card
@@ -21,7 +21,7 @@ from hf_longmem.hub.training_card import _without_secrets
 from hf_longmem.models.auto import MODEL_TYPES
 
 RECIPES = sorted((Path(__file__).parents[2] / "model_cards").glob("*.json"))
-CONFIGS = [ReformerLSHConfig(), InfiniteFormerConfig()]
+CONFIGS = [ReformerLSHConfig(), InfiniteFormerConfig(), MemoryAugmentedConfig()]
 SECTIONS = ["How to load it", "Data", "Training", "Results", "Memory and speed", "Limits", "Citation"]
 FULL = CardFacts(
     name="my-model",
@@ -118,7 +118,10 @@ def test_another_packages_model_is_refused() -> None:
 
 
 def test_every_architecture_has_its_text() -> None:
-    assert set(MODEL_TYPES) <= set(TEXTS)
+    assert {config.model_type for config in CONFIGS} == set(MODEL_TYPES) == set(TEXTS)
+    for config in CONFIGS:
+        shown = re.findall(r"^\| `([\w.]+)` \|", str(model_card(config, CardFacts("bare"))), flags=re.MULTILINE)
+        assert shown == list(TEXTS[config.model_type].config_fields)
     for text in TEXTS.values():
         assert text.limits
         assert "@" in text.citation

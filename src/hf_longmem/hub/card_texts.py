@@ -28,7 +28,10 @@ _REMEMBERS_SMOOTHED = (
 
 @dataclass(frozen=True)
 class ModelText:
-    """A paragraph, the fields of the config worth showing, limits as sentences, tags, and BibTeX."""
+    """A paragraph, the fields of the config worth showing, limits as sentences, tags, and BibTeX.
+
+    A field of a config within is ``part.field``.
+    """
 
     about: str
     config_fields: tuple[str, ...]
@@ -100,7 +103,17 @@ TEXTS = {
     "memory_augmented": ModelText(
         about="A pretrained causal language model with a long-term memory attached to its layers (as in Martins et al. "
         "2021): beside its own attention it reads a continuous memory of everything before, constant in size.",
-        config_fields=("base_model_type", "memory_layers", "segment_length", "num_basis", "memory_decay"),
+        config_fields=(
+            "base_config.model_type",
+            "num_hidden_layers",
+            "hidden_size",
+            "memory_config.memory_layers",
+            "memory_config.segment_length",
+            "memory_config.window_length",
+            "memory_config.num_basis",
+            "memory_config.memory_decay",
+            "vocab_size",
+        ),
         limits=(
             _REMEMBERS_SMOOTHED.replace("the short-term window", "the base model's own window"),
             "A memory cannot be unwritten: a cache is not shortened, so there is no assisted decoding.",

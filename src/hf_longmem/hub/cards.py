@@ -249,8 +249,15 @@ def _architecture(config: PreTrainedConfig, facts: CardFacts, text: ModelText) -
         rows.append(("parameters", f"{facts.num_parameters:,}"))
     if facts.base_model is not None:
         rows.append(("made from", f"`{facts.base_model}`"))
-    values = ((name, getattr(config, name, None)) for name in text.config_fields)
+    values = ((name, _field(config, name)) for name in text.config_fields)
     return rows + [(f"`{name}`", f"`{_spelled(value)}`") for name, value in values if value is not None]
+
+
+def _field(config: Any, name: str) -> Any:
+    """A field of a config, or by ``part.field`` one of a config within; None where there is none."""
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
 
 
 def _training(arguments: Any) -> list[tuple[str, str]]:
