@@ -26,7 +26,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hf_longmem import DataCollatorForStreams, DocumentStreams, StreamMemoryCallback
-from hf_longmem.training.checkpoints import checkpoint_fault, checkpoint_world_size, last_complete_checkpoint
+from hf_longmem.training.checkpoints import (
+    WholeCheckpointsCallback,
+    checkpoint_fault,
+    checkpoint_world_size,
+    last_complete_checkpoint,
+)
 
 STEPS, SAVED_EVERY = 14, 3
 KINDS = ("reformer_lsh", "infinite_former", "streams")
@@ -49,9 +54,9 @@ class Disaster(TrainerCallback, ExportableState):
 
     Args:
         step: which.
-        how: ``"any time"`` after the step; while the checkpoint of that step is ``"in a file"`` longer than ``limit``
-            bytes, ``"before the state"``, or ``"before the memory"``; or ``"disk full"``, perhaps only ``"for the
-            memory"``: no file can be longer.
+        how: ``"any time"`` after the step; while its checkpoint is written, ``"in a file"`` longer than ``limit``
+            bytes, or ``"before the state"``, which comes last; ``"after saving"``; or ``"disk full"``: no file can be
+            longer.
     """
 
     def __init__(self, step: int, how: str, limit: int = 0) -> None:
@@ -64,7 +69,7 @@ class Disaster(TrainerCallback, ExportableState):
         if self.due and self.how in ("in a file", "disk full"):
             # The kernel ends a process that writes beyond its limit, unless that ignores the signal, as Python does.
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL if self.how == "in a file" else signal.SIG_IGN)
-            self._allow(self.limit)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))
         if self.how == "any time" and state.global_step == STEPS - 1:
             time.sleep(60)
 
@@ -74,24 +79,21 @@ class Disaster(TrainerCallback, ExportableState):
         return {"args": {"step": self.step, "how": self.how}, "attributes": {}}
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        if self.due and self.how == "before the memory":
+        if self.due and self.how == "after saving":
             kill_self()
-        if self.due and self.how == "disk full for the memory":
-            self._allow(self.limit)
-
-    def _allow(self, limit: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
 def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(kind: str, output: str, journal: str, disaster: dict[str, Any] | None = None) -> str | None:
+def train(
+    kind: str, output: str, journal: str, disaster: dict[str, Any] | None, resume_from: str | None, keep: int | None
+) -> str | None:
     """Train, or go on from the last whole checkpoint; dropout is on, and documents come in a random order."""
     stream = kind == "streams"
     model = causal_lm("infinite_former" if stream else kind, dropout=True, seed=0)
-    resume = last_complete_checkpoint(output)
+    resume = resume_from or last_complete_checkpoint(output)
     data: Any = Documents(20)
     if stream:
         generator = torch.Generator().manual_seed(0)
@@ -106,6 +108,7 @@ def train(kind: str, output: str, journal: str, disaster: dict[str, Any] | None 
         learning_rate=1e-2,
         logging_steps=1,
         save_steps=SAVED_EVERY,
+        save_total_limit=keep,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
@@ -117,6 +120,7 @@ def train(kind: str, output: str, journal: str, disaster: dict[str, Any] | None 
         train_dataset=data,
         callbacks=[
             Journal(Path(journal)),
+            WholeCheckpointsCallback(),
             *([Disaster(**disaster)] if disaster else []),
             *([StreamMemoryCallback()] if stream else []),
         ],
@@ -153,10 +157,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     return folder_of
 
 
-def start(kind: str, folder: Path, **disaster: Any) -> Processes:
+def start(
+    kind: str, folder: Path, *, resume_from: str | None = None, keep: int | None = None, **disaster: Any
+) -> Processes:
     number = len(list(folder.glob("run-*")))
-    paths = {"output": str(folder / "out"), "journal": str(folder / "losses")}
-    return Processes(__file__, "train", folder / f"run-{number}", kind=kind, disaster=disaster or None, **paths)
+    arguments = {"output": str(folder / "out"), "journal": str(folder / "losses"), "disaster": disaster or None}
+    arguments |= {"kind": kind, "resume_from": resume_from, "keep": keep}
+    return Processes(__file__, "train", folder / f"run-{number}", **arguments)
 
 
 def assert_goes_on(kind: str, folder: Path, whole: Path, checkpoint: str | None) -> str:
@@ -190,7 +197,6 @@ TORN = {
     "weights": ("in a file", "model.safetensors", "no trainer_state.json"),
     "optimizer": ("in a file", "optimizer.pt", "no trainer_state.json"),
     "state": ("before the state", None, "no trainer_state.json"),
-    "memory": ("before the memory", None, "no memory-rank-0.safetensors"),
 }
 
 
@@ -216,21 +222,41 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(
     assert f"{cut}: {found}: this checkpoint is not whole and is left out" in said
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "memory"])
+@pytest.mark.parametrize("file", ["memory-rank-0.safetensors", "model.safetensors", "optimizer.pt"])
 def test_a_full_disk_ends_the_run_and_loses_nothing(
     file: str, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
     whole = uninterrupted("streams")
-    if file == "memory":
-        disaster = {"how": "disk full for the memory", "limit": 1000}
-    else:
-        disaster = {"how": "disk full", "limit": (whole / "out" / "checkpoint-6" / file).stat().st_size - 1000}
-    with start("streams", tmp_path, step=6, **disaster) as run:
+    limit = (whole / "out" / "checkpoint-6" / file).stat().st_size - 100
+    with start("streams", tmp_path, step=6, how="disk full", limit=limit) as run:
         assert run.exit_codes() == [1]
 
     assert checkpoint_fault(tmp_path / "out" / "checkpoint-6") is not None
     assert not list((tmp_path / "out").rglob("*.partial"))
     assert_goes_on("streams", tmp_path, whole, "checkpoint-3")
+
+
+def test_a_checkpoint_written_over_an_older_one_of_its_step_is_not_whole_before_its_end(
+    uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    whole = uninterrupted("streams")
+    for step in (3, 6):
+        shutil.copytree(whole / "out" / f"checkpoint-{step}", tmp_path / "out" / f"checkpoint-{step}")
+    chosen = {"resume_from": str(tmp_path / "out" / "checkpoint-3")}
+    with start("streams", tmp_path, step=6, how="before the state", **chosen) as run:
+        assert run.exit_codes() == [-signal.SIGKILL], run.logs()
+    assert checkpoint_fault(tmp_path / "out" / "checkpoint-6") == "no trainer_state.json"
+    assert last_complete_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-3")
+
+
+def test_where_one_checkpoint_is_kept_the_next_is_whole_before_it_is_deleted(
+    uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with start("streams", tmp_path, step=6, how="after saving", keep=1) as run:
+        assert run.exit_codes() == [-signal.SIGKILL], run.logs()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-6"]
+    shutil.copytree(uninterrupted("streams") / "out" / "checkpoint-3", tmp_path / "out" / "checkpoint-3")
+    assert last_complete_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-6")
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from processes import Processes
 from safetensors.torch import load_file
 
 from hf_longmem.cli.main import main
@@ -53,6 +55,25 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_taken(
     assert losses(output) == losses(whole)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (output, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def on_a_full_disk(arguments: list[str]) -> int:
+    """The program of a process none of whose files can be longer than half of the optimizer's."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    return main(arguments)
+
+
+def test_a_full_disk_is_one_clear_line(trained: tuple[list[str], Path], tmp_path: Path) -> None:
+    arguments, whole = trained
+    sizes = [(whole / "checkpoint-4" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")]
+    assert sizes[0] < 100_000 < sizes[1]
+    output = tmp_path / "out"
+    given = [*arguments, "--output_dir", str(output)]
+    with Processes(__file__, "on_a_full_disk", tmp_path / "run", arguments=given) as process:
+        assert process.results() == [1]
+    said = process.logs().splitlines()[-1]
+    assert said.startswith(f"longmem train: error: {output / 'checkpoint-2'} could not be written: ")
+    assert said.endswith("; make room on the disk, then go on with --resume_from_checkpoint true")
 
 
 @pytest.mark.parametrize("named", [False, True])

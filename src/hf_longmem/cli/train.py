@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from datasets import DatasetDict
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     EvalPrediction,
@@ -31,6 +32,7 @@ from hf_longmem.cli.errors import CommandError
 from hf_longmem.cli.training_data import TrainingData, training_data
 from hf_longmem.hub.training_card import write_training_card
 from hf_longmem.training.callbacks import StreamMemoryCallback
+from hf_longmem.training.checkpoints import WholeCheckpointsCallback
 from hf_longmem.training.evaluate_metrics import BitsPerByte, token_nll
 from hf_longmem.training.log_metrics import LogMetricsCallback
 from hf_longmem.training.peak_memory import peak_memory
@@ -56,7 +58,8 @@ def run(arguments: Sequence[str]) -> None:
     model = inputs.model(model_arguments, data_arguments, tokenizer)
     data = training_data(documents, tokenizer, model, data_arguments, training)
     prompt = inputs.prompt(run_arguments, tokenizer, model, data.beginning)
-    callbacks: list[TrainerCallback] = [LogMetricsCallback(tokenizer)]
+    whole = WholeCheckpointsCallback()
+    callbacks: list[TrainerCallback] = [LogMetricsCallback(tokenizer), whole]
     if data.streams:
         callbacks.append(StreamMemoryCallback(checkpoint))
     config: Any = model.config
@@ -73,7 +76,7 @@ def run(arguments: Sequence[str]) -> None:
         del untrained
         say(f"held-out bits per byte before training: {results['bits_before']:.3f}")
     if training.do_train:
-        results |= _train(trainer, checkpoint)
+        results |= _train(trainer, checkpoint, whole)
     if training.do_eval:
         results["bits"] = _held_out_bits(trainer)
         if not math.isfinite(results["bits"]):
@@ -120,11 +123,17 @@ def _trainer(
     )
 
 
-def _train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
+def _train(trainer: Trainer, checkpoint: str | None, whole: WholeCheckpointsCallback) -> dict[str, float]:
     seen_before = 0
     if checkpoint is not None:
         seen_before = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).num_input_tokens_seen
-    seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
+    try:
+        seconds = trainer.train(resume_from_checkpoint=checkpoint).metrics["train_runtime"]
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if whole.writing is None:
+            raise
+        advice = "make room on the disk, then go on with --resume_from_checkpoint true"
+        raise CommandError(f"{whole.writing} could not be written: {error}; {advice}", status=1) from error
     results = {"train_seconds": seconds, **peak_memory()}
     if tokens := trainer.state.num_input_tokens_seen - seen_before:
         results["tokens_per_second"] = tokens / seconds

@@ -21,12 +21,12 @@ from hf_longmem.training.stream_checkpoints import load_carried_memory, save_car
 class StreamMemoryCallback(TrainerCallback, ExportableState):
     """Save the memory of the training streams in every checkpoint, and go on with it when training is resumed.
 
-    Each process writes ``checkpoint-<step>/memory-rank-<rank>.safetensors`` after the rest of the checkpoint has been
-    written; ``trainer_state.json`` says under ``stateful_callbacks`` how many such files make it complete
-    (``num_memory_files``). A resumed run with the same documents, batch size and number of processes gives, step by
-    step, the numbers of one that was never interrupted. In the middle of an epoch a checkpoint without its memory, or
-    of another number of processes, is refused with the first batch; between two epochs nothing is remembered, and
-    anything goes. The memory of evaluation streams is its own, and is not saved.
+    Each process writes ``checkpoint-<step>/memory-rank-<rank>.safetensors`` before the rest of the checkpoint, so that
+    older ones are deleted only after it; ``trainer_state.json`` says under ``stateful_callbacks`` how many such files
+    make it complete (``num_memory_files``). A resumed run with the same documents, batch size and number of processes
+    gives, step by step, the numbers of one that was never interrupted. In the middle of an epoch a checkpoint without
+    its memory, or of another number of processes, is refused with the first batch; between two epochs nothing is
+    remembered, and anything goes. The memory of evaluation streams is its own, and is not saved.
 
     Args:
         resume_from: the checkpoint given to ``trainer.train(resume_from_checkpoint=...)``, where it lies outside
@@ -40,6 +40,7 @@ class StreamMemoryCallback(TrainerCallback, ExportableState):
         self.resume_from = None if resume_from is None else os.fspath(resume_from)
         self.num_memory_files = 0
         self._carried: CarriedMemory | None = None
+        self._saved: int | None = None
 
     def state(self) -> dict[str, Any]:
         """What ``trainer_state.json`` keeps of it."""
@@ -55,7 +56,7 @@ class StreamMemoryCallback(TrainerCallback, ExportableState):
         while not isinstance(streams, MemoryStreams) and hasattr(streams, "dataset"):
             streams = streams.dataset
         collator = getattr(collator, "data_collator", collator)
-        self._carried, self.num_memory_files = None, 0
+        self._carried, self.num_memory_files, self._saved = None, 0, None
         if not isinstance(streams, MemoryStreams):
             return
         if not isinstance(collator, MemoryCollator):
@@ -71,11 +72,23 @@ class StreamMemoryCallback(TrainerCallback, ExportableState):
         if state.global_step > 0:
             self._restore(args, state, model, args.per_device_train_batch_size)
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write this process's memory, if the checkpoint of this step comes next."""
+        if control.should_save:
+            self._save(args, state)
+
+    on_epoch_end = on_step_end
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write this process's memory into the checkpoint."""
+        """Write this process's memory, if nobody knew before that the checkpoint would be written."""
+        if self._saved != state.global_step:
+            self._save(args, state)
+
+    def _save(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._carried is not None and not args.save_only_model:
             folder = _checkpoint(args, state)
             save_carried_memory(folder, self._carried, rank=args.process_index, world_size=args.world_size)
+            self._saved = state.global_step
 
     def _restore(self, args: TrainingArguments, state: TrainerState, model: Any, batch_size: int) -> None:
         carried: Any = self._carried

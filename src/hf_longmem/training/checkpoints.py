@@ -11,8 +11,10 @@ import os
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import (
@@ -36,6 +38,36 @@ _INDICES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 # What torch's distributed checkpoints (FSDP) and DeepSpeed write last into theirs.
 _SHARDED = "*/.metadata"
 _DEEPSPEED = "latest"
+
+
+class WholeCheckpointsCallback(TrainerCallback):
+    """Keep a checkpoint that is being written over an older one of the same step from looking whole.
+
+    A run that goes on from one of its earlier checkpoints overwrites the later ones, file by file.
+
+    Attributes:
+        writing: the checkpoint that Trainer writes now; None while it does something else.
+    """
+
+    def __init__(self) -> None:
+        self.writing: Path | None = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take from an older checkpoint of this step what is written last."""
+        if control.should_save:
+            self.writing = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            if state.is_world_process_zero:
+                (self.writing / TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+    on_epoch_end = on_evaluate = on_step_end
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """An evaluation comes between."""
+        self.writing = None
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        """The checkpoint is written."""
+        self.writing = None
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -173,4 +205,4 @@ def _fault_of_file(path: Path) -> str | None:
     return None
 
 
-__all__ = ["checkpoint_fault", "checkpoint_world_size", "last_complete_checkpoint"]
+__all__ = ["WholeCheckpointsCallback", "checkpoint_fault", "checkpoint_world_size", "last_complete_checkpoint"]
