@@ -114,8 +114,9 @@ def test_a_cache_is_made_without_gradients_and_holds_no_graph(augmented: Make, t
         assert isinstance(model(ids).cache, MemoryAugmentedCache)
         assert model(ids, use_cache=False).cache is None
         assert model.train()(ids).cache is None
-    cache = model.eval()(ids, cache=MemoryAugmentedCache(model.config)).cache
+    cache = model.eval()(ids, use_cache=True).cache
     assert not any(memory.coefficients_BNE.requires_grad for memory in cache.layer.state.memories)
+    assert cache.layer.block is None
     close(logits_of(model, ids, cache=cache), logits_of(model, torch.cat((ids, ids), dim=1))[:, 40:])
 
 

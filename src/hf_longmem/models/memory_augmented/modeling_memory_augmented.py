@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple
 
 from hf_longmem._errors import complaint
 from hf_longmem.layers.continuous_attention import ContinuousAttention
@@ -140,7 +140,6 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
-    @merge_with_config_defaults
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -190,6 +189,9 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
         if cache is not None and memory is not None:
             fix = "pass memory while training and cache otherwise"
             raise ValueError(complaint("cache and memory exclude each other", "both", fix))
+        if use_cache and cache is None and memory is None and not self.training:
+            # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
+            cache = MemoryAugmentedCache(self.config)
         if not isinstance(logits_to_keep, int) or labels is not None or document_ids is not None:
             kept, logits_to_keep = logits_to_keep, 0
         else:
@@ -270,13 +272,15 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
         rows, length = tokens.shape[:2]
         if length == 0:
             raise ValueError(complaint("an input must have at least one token", 0, "leave out empty inputs"))
-        if cache is None and memory is None and use_cache and not self.training and not torch.is_grad_enabled():
+        grads = torch.is_grad_enabled()
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if cache is None and memory is None and use_cache and not self.training and not grads:
             cache = MemoryAugmentedCache(self.config)
         state, block, layer = memory, None, None
         if cache is not None:
             layer = check_cache(cache, self.config)
             # Until this call has succeeded the state goes without the block, which the call changes in place.
-            state, block, layer.block = layer.state, layer.block, None
+            state, block, layer.block = layer.state, None if grads else layer.block, None
         if state is None:
             state = self.empty_memory(rows, tokens.device)
         check_state(state, self.config, rows)
@@ -291,7 +295,7 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
             tokens = gather_tokens(tokens, torch.argsort(~real_BT, dim=1, stable=True))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        loop = SegmentLoop(self, state, block, keeps_block=layer is not None)
+        loop = SegmentLoop(self, state, block, keeps_block=layer is not None and not grads)
         outputs = loop.run(tokens, counts, real_BT, min(last or length, length), bool(output_hidden_states))
         if layer is not None:
             layer.keep(loop.state, loop.block, length)
