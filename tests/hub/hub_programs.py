@@ -101,7 +101,7 @@ def offline(folder: str) -> dict[str, Any]:
 
     answers: dict[str, Any] = {family: check_all(family, Path(folder)) for family in FAMILIES}
     answers["snapshot"] = sorted(file.name for file in Path(snapshot_download("user/reformer_lsh-bundled")).iterdir())
-    answers["unknown"] = error(lambda: AutoModelForCausalLM.from_pretrained("user/never-seen"))
+    answers["unknown"] = error(AutoModelForCausalLM.from_pretrained, "user/never-seen")
     return answers
 
 
@@ -122,9 +122,8 @@ def without_plugin(folder: str, online: bool) -> dict[str, Any]:
             "uncached": model.generate(ids, max_new_tokens=12, use_cache=False).tolist(),
         }
     if online:
-        answers["untrusted"] = error(
-            lambda: AutoModelForCausalLM.from_pretrained("user/reformer_lsh-bundled", trust_remote_code=False)
-        )
+        load = AutoModelForCausalLM.from_pretrained
+        answers["untrusted"] = error(load, "user/reformer_lsh-bundled", trust_remote_code=False)
     return answers
 
 
@@ -133,19 +132,19 @@ def failures(folder: str) -> dict[str, str]:
     import hf_longmem
 
     answers = {}
+    load = AutoModelForCausalLM.from_pretrained
     for family in FAMILIES:
-        load = AutoModelForCausalLM.from_pretrained
-        name = f"user/{family}-pushed"
         answers |= {
-            f"{family} wrong revision": error(lambda: load(name, revision="v9")),  # noqa: B023
-            f"{family} no weights": error(lambda: load(f"user/{family}-without-weights")),  # noqa: B023
-            f"{family} no shard": error(lambda: load(f"user/{family}-without-shard")),  # noqa: B023
-            f"{family} no config": error(lambda: load(f"user/{family}-without-config")),  # noqa: B023
-            f"{family} only a pickle": error(lambda: load(f"user/{family}-pickle")),  # noqa: B023
-            f"{family} unknown": error(lambda: load("user/never-seen")),  # noqa: B023
+            f"{family} wrong revision": error(load, f"user/{family}-pushed", revision="v9"),
+            f"{family} no weights": error(load, f"user/{family}-without-weights"),
+            f"{family} no shard": error(load, f"user/{family}-without-shard"),
+            f"{family} no config": error(load, f"user/{family}-without-config"),
+            f"{family} only a pickle": error(load, f"user/{family}-pickle"),
+            f"{family} unknown": error(load, "user/never-seen"),
         }
-    answers["bundle unknown"] = error(lambda: hf_longmem.bundle("user/never-seen", Path(folder) / "unknown"))
-    answers["bundle pickle"] = error(lambda: hf_longmem.bundle("user/reformer_lsh-pickle", Path(folder) / "pickle"))
+    answers["bundle unknown"] = error(hf_longmem.bundle, "user/never-seen", Path(folder) / "unknown")
+    answers["bundle pickle"] = error(hf_longmem.bundle, "user/reformer_lsh-pickle", Path(folder) / "pickle")
+    answers["private, with the token"] = type(load("user/secret")).__name__
     return answers
 
 
@@ -171,10 +170,11 @@ def private(name: str) -> dict[str, str]:
     """Load a private repository."""
     import hf_longmem
 
-    answers = {"model": error(lambda: AutoModelForCausalLM.from_pretrained(name))}
-    answers["snapshot"] = error(lambda: snapshot_download(name))
-    answers["push"] = error(lambda: hf_longmem.bundle(name, "out", push_to="user/new"))
-    return answers
+    return {
+        "model": error(AutoModelForCausalLM.from_pretrained, name),
+        "snapshot": error(snapshot_download, name),
+        "push": error(hf_longmem.bundle, name, "out", push_to="user/new"),
+    }
 
 
 def check_all(family: str, folder: Path) -> dict[str, Any]:
@@ -213,10 +213,10 @@ def tokenizer_of(family: str, remote: bool = False) -> PreTrainedTokenizerBase:
     return ReformerLSHByteTokenizer()
 
 
-def error(action: Callable[[], Any]) -> str:
+def error(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The class of the exception that ``action`` raises, and its words; nothing else may happen."""
     try:
-        result = action()
+        result = action(*args, **kwargs)
     except (OSError, ValueError) as raised:
         return f"{type(raised).__name__}: {raised}"
     raise AssertionError(f"no error, but {type(result).__name__}")

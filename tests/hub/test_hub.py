@@ -48,6 +48,8 @@ def failures(hub: LocalHub, shared: dict[str, Any], work: Path) -> dict[str, str
             "pickle": rest | {"pytorch_model.bin": b"\x80\x04N."},
         }.items():
             hub.create(f"user/{family}-{name}").commit(content)
+    secret = hub.create("user/secret", private=True)
+    secret.commit(hub.repositories["user/reformer_lsh-pushed"].files)
     return call(PROGRAMS, "failures", work, hub.environment(work / "home"), folder=str(work))
 
 
@@ -154,14 +156,14 @@ def test_a_bundle_of_what_is_missing_names_it(failures: dict[str, str], work: Pa
     assert not (work / "pickle").exists()
 
 
-def test_a_private_repository_needs_the_token(shared: dict[str, Any], hub: LocalHub, work: Path) -> None:
-    secret = hub.create("user/secret", private=True)
-    secret.commit(hub.repositories["user/reformer_lsh-pushed"].files)
+def test_a_private_repository_needs_the_token(failures: dict[str, str], hub: LocalHub, work: Path) -> None:
+    assert failures["private, with the token"] == "ReformerLSHForCausalLM"
     came = call(PROGRAMS, "private", work, hub.environment(work / "no home", token=None), name="user/secret")
     assert came["model"].startswith("OSError")
     assert "user/secret" in came["model"]
     assert "token" in came["model"]
     assert "user/secret" in came["snapshot"]
+    assert "user/secret" in came["push"]
     assert "user/new" not in hub.repositories
 
 
@@ -176,7 +178,7 @@ def test_an_interrupted_upload_changes_nothing_and_can_be_repeated(
     came = call(PROGRAMS, "interrupted", work, hub.environment(work / "home"), source=source, folder=folder, name=name)
     assert came["first"].startswith("OSError")
     assert f"hf upload {name} {folder}" in came["first"]
-    assert came["in between"] == [".gitattributes"] or came["in between"] == []
+    assert came["in between"] == []
     assert came["again"] == sorted(hub.repositories[name].files)
     assert {"model.safetensors", "config.json", "modeling_reformer_lsh.py"} <= set(came["again"])
 
@@ -191,4 +193,4 @@ def test_a_connection_that_breaks_once_is_tried_again(shared: dict[str, Any], hu
     assert came["same"]
     assert "handler.py" in came["again"]
     assert "hf_longmem_of_an_earlier_version.py" not in came["again"]
-    assert hub.faults == {"break upload": 0, "break download": 0, **{fault: 0 for fault in hub.faults}}
+    assert not any(hub.faults.values())
