@@ -159,7 +159,8 @@ def _add_code(folder: Path) -> None:
     tokenizer_config = folder / "tokenizer_config.json"
     if tokenizer_config.is_file():
         saved = json.loads(tokenizer_config.read_text(encoding="utf-8"))
-        saved.pop("auto_map", None)
+        if "--" not in json.dumps(saved.get("auto_map")):  # what is in another repository stays there
+            saved.pop("auto_map", None)
         if module := _TOKENIZERS.get(str(saved.get("tokenizer_class"))):
             modules.add(module)
             saved["auto_map"] = {"AutoTokenizer": [f"{flat_name(module)}.{saved['tokenizer_class']}", None]}
