@@ -55,6 +55,43 @@ def test_reading_is_the_expectation_of_the_projected_signal(segments: int) -> No
     torch.testing.assert_close(divergence, 0.5 * (ratio - ratio.log() - 1).mean(1))
 
 
+class Wrapped(torch.nn.Module):
+    """A projection that is no plain linear layer, such as one with an adapter."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.in_features = inner, inner.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 30])
+def test_queries_that_are_not_formed_read_what_formed_ones_do(tokens: int) -> None:
+    x, found = torch.randn(2, tokens, E, dtype=torch.float64), []
+    calls: list[int] = []
+    for kind in ("plain", "wrapped", "hooked", "replaced forward"):
+        layer = layer_of(sticky=True)
+        memory, projection = written(layer, 3), layer.q_proj
+        if kind == "wrapped":
+            layer.q_proj = Wrapped(projection)
+        elif kind == "hooked":
+            projection.register_forward_hook(lambda *_: calls.append(1))
+        elif kind == "replaced forward":
+            inner = projection.forward
+            projection.forward = lambda x, inner=inner: calls.append(2) or inner(x)
+        given = x.clone().requires_grad_()
+        out, recorded, divergence = read(layer, given, memory)
+        (out.square().sum() + divergence.sum()).backward()
+        found.append(
+            (out, recorded.histogram_BK, divergence, given.grad, projection.weight.grad, layer.k_proj.weight.grad)
+        )
+    assert calls == [1, 2]
+    for other in found[1:]:
+        for ours, theirs in zip(other, found[0], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
 def test_an_empty_memory_reads_zeros_and_has_no_regulariser() -> None:
     layer = layer_of()
     memory = layer.empty(2, torch.device("cpu"), torch.float64)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_longmem.layers.plain_linear import is_plain
 from hf_longmem.ops.continuous import (
     MemoryState,
     RegressionSpec,
@@ -14,7 +15,9 @@ from hf_longmem.ops.continuous import (
     convolution_gate,
     empty_memory,
     gaussian_kl,
-    read_memory,
+    read_context,
+    read_density,
+    read_density_of_inputs,
     record_attention,
     select_write_maps,
     sticky_positions,
@@ -25,6 +28,9 @@ from hf_longmem.ops.continuous import (
     write_memory,
 )
 from hf_longmem.ops.continuous.memory import Draw
+
+# Up to so many, forming the queries is as little work as doing without.
+_FEW_QUERIES = 4
 
 
 class MemoryProjection(NamedTuple):
@@ -156,23 +162,24 @@ class ContinuousAttention(nn.Module):
             ``[B, T, E]``, zeros in rows that never wrote; the memory with the attention recorded; each token's
             regulariser ``[B, T]``, the mean over heads, 0 for padding and in rows that never wrote.
         """
-        q_BHTD = self._split_heads(self.q_proj(hidden_states))
-        read = read_memory(
-            q_BHTD,
-            projection.keys_BH2D,
-            projection.v_BHND,
-            self.spec.basis,
-            variance_floor=self.variance_floor,
-            written_B=projection.written_B,
-        )
+        keys_BH2D, v_BHND, written_B = projection
+        if hidden_states.shape[1] > _FEW_QUERIES and is_plain(self.q_proj):
+            weight_HDE = self.q_proj.weight.unflatten(0, (self.num_heads, self.head_dim))
+            mu_BHT, variance_BHT = read_density_of_inputs(
+                hidden_states, weight_HDE, keys_BH2D, variance_floor=self.variance_floor
+            )
+        else:
+            q_BHTD = self._split_heads(self.q_proj(hidden_states))
+            mu_BHT, variance_BHT = read_density(q_BHTD, keys_BH2D, variance_floor=self.variance_floor)
+        context_BHTD = read_context(mu_BHT, variance_BHT, v_BHND, self.spec.basis, written_B=written_B)
         if self.sticky:
-            memory = record_attention(memory, read.mu_BHT, read.variance_BHT, query_mask_BT=query_mask)
+            memory = record_attention(memory, mu_BHT, variance_BHT, query_mask_BT=query_mask)
         counted_BT = projection.written_B[:, None].expand(hidden_states.shape[:2])
         if query_mask is not None:
             counted_BT = counted_BT & query_mask
-        divergence_BT = gaussian_kl(read.variance_BHT, self.prior_std).mean(dim=1)
+        divergence_BT = gaussian_kl(variance_BHT, self.prior_std).mean(dim=1)
         divergence_BT = torch.where(counted_BT, divergence_BT, torch.zeros_like(divergence_BT))
-        out_BTE = self.o_proj(read.context_BHTD.transpose(1, 2).flatten(2))
+        out_BTE = self.o_proj(context_BHTD.to(v_BHND.dtype).transpose(1, 2).flatten(2))
         return out_BTE, memory, divergence_BT
 
     def _maps(self, memory: MemoryState) -> WriteMaps:

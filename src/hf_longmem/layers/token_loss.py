@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_longmem.layers.plain_linear import is_plain
 from hf_longmem.ops.chunking import chunked_linear_cross_entropy
 
 
@@ -24,8 +25,7 @@ def head_cross_entropy(
         A float32 (or float64) scalar.
     """
     labels = labels.to(hidden_states.device)
-    bare = "forward" not in vars(head) and not head._forward_hooks and not head._forward_pre_hooks
-    if type(head) is nn.Linear and bare:
+    if is_plain(head):
         weight, bias = head.weight, head.bias
         return chunked_linear_cross_entropy(
             hidden_states, weight, bias, labels, chunk_size=chunk_size, num_items=num_items

@@ -61,14 +61,42 @@ def read_density(q_BHTD: Tensor, keys_BH2D: Tensor, *, variance_floor: float = 1
 
     Source: Martins et al. 2021 (arXiv 2109.00301), section 3.1.
     """
-    if not variance_floor >= 0:
-        raise ValueError(complaint("variance_floor must not be negative", variance_floor, "use 1e-4"))
     dtype = torch.promote_types(torch.promote_types(q_BHTD.dtype, keys_BH2D.dtype), torch.float32)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         scores_BHT2 = q_BHTD.to(dtype) @ keys_BH2D.to(dtype).mT * q_BHTD.shape[-1] ** -0.5
-    mu_BHT = torch.sigmoid(scores_BHT2[..., 0])
-    variance_BHT = F.softplus(scores_BHT2[..., 1]).clamp(min=variance_floor)
-    return mu_BHT, variance_BHT
+    return _place(scores_BHT2, variance_floor)
+
+
+def read_density_of_inputs(
+    x_BTE: Tensor, weight_HDE: Tensor, keys_BH2D: Tensor, *, variance_floor: float = 1e-4
+) -> tuple[Tensor, Tensor]:
+    """Place the densities of queries ``q = W_Q x`` without forming them: ``(W_Q x) . k = x . (W_Q^T k)``.
+
+    Two vectors a head are projected in place of T: less work for more than two tokens.
+
+    Args:
+        x_BTE: inputs of the queries [B, T, E].
+        weight_HDE: W_Q by heads [H, D, E].
+        keys_BH2D: ``w_mu K`` and ``w_sigma K`` [B, H, 2, D].
+        variance_floor: smallest sigma^2.
+
+    Returns:
+        what ``read_density`` gives: mu and sigma^2, each [B, H, T], at least float32.
+
+    Raises:
+        ValueError: a negative floor.
+    """
+    dtype = torch.promote_types(torch.promote_types(x_BTE.dtype, keys_BH2D.dtype), torch.float32)
+    with torch.autocast(x_BTE.device.type, enabled=False):
+        scorers_BH2E = keys_BH2D.to(dtype) @ weight_HDE.to(dtype) * weight_HDE.shape[1] ** -0.5
+        scores_BTX = x_BTE.to(dtype) @ scorers_BH2E.flatten(1, 2).mT
+    return _place(scores_BTX.unflatten(-1, (-1, 2)).transpose(1, 2), variance_floor)
+
+
+def _place(scores_BHT2: Tensor, variance_floor: float) -> tuple[Tensor, Tensor]:
+    if not variance_floor >= 0:
+        raise ValueError(complaint("variance_floor must not be negative", variance_floor, "use 1e-4"))
+    return torch.sigmoid(scores_BHT2[..., 0]), F.softplus(scores_BHT2[..., 1]).clamp(min=variance_floor)
 
 
 def read_values(mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis) -> Tensor:
@@ -235,14 +263,35 @@ def read_memory(
 
     Source: Martins et al. 2021 (arXiv 2109.00301), sections 2.2 and 3.1.
     """
+    mu_BHT, variance_BHT = read_density(q_BHTD, keys_BH2D, variance_floor=variance_floor)
+    context_BHTD = read_context(mu_BHT, variance_BHT, v_BHND, basis, written_B=written_B)
+    return MemoryRead(context_BHTD.to(q_BHTD.dtype), mu_BHT, variance_BHT)
+
+
+def read_context(
+    mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: GaussianBasis, *, written_B: Tensor | None = None
+) -> Tensor:
+    """Read with densities already placed: ``read_values``, and exact zeros in rows that hold nothing.
+
+    Args:
+        mu_BHT, variance_BHT: the densities [B, H, T].
+        v_BHND: V = B W_V [B, H, N, D].
+        basis: the memory's N basis functions.
+        written_B: which rows hold anything (bool [B], default all).
+
+    Returns:
+        [B, H, T, D] in the type of mu.
+
+    Raises:
+        ValueError: N of V and of the basis differ.
+    """
     if v_BHND.shape[-2] != basis.num_basis:
         rule = f"V must have one row for each of the {basis.num_basis} basis functions"
         raise ValueError(complaint(rule, v_BHND.shape[-2], "project the memory's own coefficients"))
-    mu_BHT, variance_BHT = read_density(q_BHTD, keys_BH2D, variance_floor=variance_floor)
-    context_BHTD = read_values(mu_BHT, variance_BHT, v_BHND, basis).to(q_BHTD.dtype)
+    context_BHTD = read_values(mu_BHT, variance_BHT, v_BHND, basis)
     if written_B is not None:
         context_BHTD = torch.where(written_B[:, None, None, None], context_BHTD, 0.0)
-    return MemoryRead(context_BHTD, mu_BHT, variance_BHT)
+    return context_BHTD
 
 
 def gaussian_kl(
