@@ -43,9 +43,10 @@ def test_its_gradients_are_the_layers(benchmark: ModuleType) -> None:
 def test_sticky_samples_and_every_table_run(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "LAYERS", {"tiny": (24, 3, 32, 16, 48, 2)})
-    text = benchmark.layer_table(1)
-    assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == ["tiny, even samples", "tiny, sticky"]
+    for sticky in (False, True):
+        cells = benchmark.measure_layers((24, 3, 32, 16, 48, 2), sticky, 1, torch.get_num_threads())
+        assert len(cells) == 4
+        assert all(cell.endswith("x") for cell in cells)
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "segment_length": 16, "num_basis": 16}
     monkeypatch.setattr(benchmark, "TRAINED", small | {"basis_widths": (0.05, 0.1)})
     monkeypatch.setattr(benchmark, "TRAINED_BATCH", (1, 40))
