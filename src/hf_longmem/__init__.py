@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from hf_longmem.models.reformer_lsh.tokenization_reformer_lsh import ReformerLSHByteTokenizer
     from hf_longmem.training.callbacks import StreamMemoryCallback
+    from hf_longmem.training.checkpoints import WholeCheckpointsCallback, last_complete_checkpoint
     from hf_longmem.training.evaluate_metrics import BitsPerByte, StreamPerplexity, token_nll
     from hf_longmem.training.log_metrics import LogMetricsCallback
     from hf_longmem.training.metrics import streaming_perplexity
@@ -77,10 +78,12 @@ __all__ = [
     "ReformerLSHModel",
     "StreamMemoryCallback",
     "StreamPerplexity",
+    "WholeCheckpointsCallback",
     "__version__",
     "add_long_term_memory",
     "bundle",
     "bytes_per_token",
+    "last_complete_checkpoint",
     "memory_parameter_groups",
     "memory_retention",
     "set_trainable",
@@ -118,6 +121,7 @@ _PUBLIC = {
     },
     "hf_longmem.models.reformer_lsh.tokenization_reformer_lsh": {"ReformerLSHByteTokenizer"},
     "hf_longmem.training.callbacks": {"StreamMemoryCallback"},
+    "hf_longmem.training.checkpoints": {"WholeCheckpointsCallback", "last_complete_checkpoint"},
     "hf_longmem.training.evaluate_metrics": {"BitsPerByte", "StreamPerplexity", "token_nll"},
     "hf_longmem.training.log_metrics": {"LogMetricsCallback"},
     "hf_longmem.training.metrics": {"streaming_perplexity"},

@@ -1,1 +1,1 @@
-"""What training and evaluation need beside a `Trainer`: metrics of long documents (`metrics`)."""
+"""What training and evaluation need beside a `Trainer`: metrics, callbacks, and which checkpoint is whole."""

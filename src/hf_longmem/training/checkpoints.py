@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -33,10 +34,10 @@ logger = logging.get_logger(__name__)
 
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _RANDOM_STATE = re.compile(r"rng_state(?:_(\d+))?\.pth")
-_WEIGHTS = (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+_WEIGHTS = (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME, WEIGHTS_NAME, f"{FSDP_MODEL_NAME}.bin")
 _INDICES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 # What torch's distributed checkpoints (FSDP) and DeepSpeed write last into theirs.
-_SHARDED = "*/.metadata"
+_SHARDED = f"{FSDP_MODEL_NAME}_*/.metadata"
 _DEEPSPEED = "latest"
 
 
@@ -124,7 +125,7 @@ def _folders(output_dir: str | os.PathLike[str]) -> list[Path]:
     return [path for path in Path(output_dir).iterdir() if path.is_dir()] if Path(output_dir).is_dir() else []
 
 
-def _state(folder: Path) -> dict:
+def _state(folder: Path) -> dict[str, Any]:
     state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     return state if isinstance(state, dict) else {}
 
