@@ -129,6 +129,12 @@ def same_pieces(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> No
         assert mine["memory"][1:] == theirs["memory"][1:]
 
 
+@pytest.mark.parametrize("largest", [5, 255, 256, 65535, 65536, 2**31 - 1])
+def test_token_ids_of_every_size_are_kept(largest: int) -> None:
+    streams = DocumentStreams([[0, largest], [3]], batch_size=1, world_size=1, sequence_length=4)
+    assert [streams[index]["input_ids"].tolist() for index in range(2)] == [[0, largest], [3]]
+
+
 @pytest.mark.parametrize("kind", [List, LargeList])
 def test_a_data_set_of_token_ids_is_read_from_disk(tmp_path: Path, kind: Any) -> None:
     lengths = [100, 0, 7, 64, 65, 1, 250]

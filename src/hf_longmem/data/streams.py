@@ -96,7 +96,7 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
         sequence_length: tokens of a piece.
         world_size: processes that train; by default what ``torchrun`` or ``accelerate launch`` says (``WORLD_SIZE``).
         tokenizer: for text. The end-of-sequence token, where it has one, ends each document; the token ids are held in
-            memory, 2 bytes a token for vocabularies up to 65,536, else 4.
+            memory, in as few bytes as they need (2 a token up to the id 65,535).
         text_column: the column with the text.
         balanced: share documents out the longest first, so that all rows end at about the same time; each row still
             reads its documents in the order given.
@@ -354,9 +354,11 @@ def _stored(
         raise ValueError(complaint(rule, ", ".join(documents.column_names), "name the text_column"))
     held = []
     for document in documents:
-        chunks = [np.empty(0, np.int64), *_token_chunks(document, tokenizer, text_column)]
-        small = tokenizer is not None and len(tokenizer) <= 1 << 16
-        held.append(np.concatenate(chunks).astype("uint16" if small else "int32"))
+        tokens = np.concatenate([np.empty(0, np.int64), *_token_chunks(document, tokenizer, text_column)])
+        if len(tokens):
+            ends = (np.min_scalar_type(tokens.min()), np.min_scalar_type(tokens.max()))
+            tokens = tokens.astype(np.result_type(*ends))
+        held.append(tokens)
     lengths = np.asarray([len(document) for document in held], np.int64)
     return lengths, lambda document, start, stop: held[document][start:stop]
 
