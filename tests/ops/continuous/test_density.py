@@ -16,6 +16,7 @@ from hf_longmem.ops.continuous import (
     gaussian_kl,
     naive,
     read_density,
+    read_density_of_inputs,
     read_memory,
     read_values,
     summarise_coefficients,
@@ -119,6 +120,26 @@ def test_tiles_of_queries_join_without_a_seam(basis: GaussianBasis, needs_gradie
             strict=True,
         ):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_values_that_heads_and_rows_share_get_the_sum_of_their_gradients() -> None:
+    mu, variance = torch.rand(2, 3, 7, dtype=torch.float64), torch.full((2, 3, 7), 0.01, dtype=torch.float64)
+    values = torch.randn(1, 1, 9, 4, dtype=torch.float64, requires_grad=True)
+    ours = read_values(mu, variance, values, BASIS)
+    wanted = expected_basis(mu, variance, *basis_parameters(BASIS, dtype=torch.float64)) @ values
+    torch.testing.assert_close(ours, wanted)
+    gradients = [torch.autograd.grad(out.square().sum(), values)[0] for out in (ours, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_queries_need_not_be_formed() -> None:
+    x, weight = torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 4, 8, dtype=torch.float64)
+    keys = torch.randn(2, 3, 2, 4, dtype=torch.float64)
+    queries = torch.einsum("bte,hde->bhtd", x, weight)
+    for ours, wanted in zip(read_density_of_inputs(x, weight, keys), read_density(queries, keys), strict=True):
+        torch.testing.assert_close(ours, wanted)
+    with pytest.raises(ValueError, match="variance_floor must not be negative, got -1"):
+        read_density_of_inputs(x, weight, keys, variance_floor=-1)
 
 
 def test_reading_holds_no_table_of_queries_and_basis_functions() -> None:

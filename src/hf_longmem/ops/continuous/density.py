@@ -116,6 +116,7 @@ def read_values(mu_BHT: Tensor, variance_BHT: Tensor, v_BHND: Tensor, basis: Gau
 
     Source: Martins et al. 2021 (arXiv 2109.00301), section 2.2.
     """
+    v_BHND = v_BHND.expand(*mu_BHT.shape[:2], -1, -1)
     if torch.is_grad_enabled() and (mu_BHT.requires_grad or variance_BHT.requires_grad or v_BHND.requires_grad):
         return _ReadValues.apply(mu_BHT, variance_BHT, v_BHND, basis)
     return _average(mu_BHT, variance_BHT, v_BHND, basis)
@@ -215,16 +216,17 @@ def _average_backward(
     grad_XTD = grad_BHTD.flatten(0, 1)
     grad_mu_XT, grad_variance_XT = torch.zeros_like(mu_XT), torch.zeros_like(mu_XT)
     grads_XnD = [torch.zeros_like(one.v_XnD, dtype=mu_BHT.dtype) for one in widths]
-    for x, t in tiles:
-        for one, grad_XnD in zip(widths, grads_XnD, strict=True):
-            distance_xtn, shape_xtn, total_xt1 = one.fill(mu_XT[x, t], variance_XT[x, t])
-            scaled_xtD = (grad_XTD[x, t] * torch.rsqrt(2 * math.pi * total_xt1)).to(v_BHND.dtype)
-            grad_XnD[x] += shape_xtn.to(v_BHND.dtype).mT @ scaled_xtD
-            p_xtn = shape_xtn.mul_(scaled_xtD @ one.v_XnD[x].mT)
-            total_xt, sum_xt = total_xt1.squeeze(-1), p_xtn.sum(dim=-1)
-            grad_mu_XT[x, t] -= p_xtn.mul_(distance_xtn).sum(dim=-1) / total_xt
-            spread_xt = p_xtn.mul_(distance_xtn).sum(dim=-1) / total_xt
-            grad_variance_XT[x, t] += (spread_xt - sum_xt) / (2 * total_xt)
+    with torch.autocast(mu_BHT.device.type, enabled=False):
+        for x, t in tiles:
+            for one, grad_XnD in zip(widths, grads_XnD, strict=True):
+                distance_xtn, shape_xtn, total_xt1 = one.fill(mu_XT[x, t], variance_XT[x, t])
+                scaled_xtD = (grad_XTD[x, t] * torch.rsqrt(2 * math.pi * total_xt1)).to(v_BHND.dtype)
+                grad_XnD[x] += shape_xtn.to(v_BHND.dtype).mT @ scaled_xtD
+                p_xtn = shape_xtn.mul_(scaled_xtD @ one.v_XnD[x].mT)
+                total_xt, sum_xt = total_xt1.squeeze(-1), p_xtn.sum(dim=-1)
+                grad_mu_XT[x, t] -= p_xtn.mul_(distance_xtn).sum(dim=-1) / total_xt
+                spread_xt = p_xtn.mul_(distance_xtn).sum(dim=-1) / total_xt
+                grad_variance_XT[x, t] += (spread_xt - sum_xt) / (2 * total_xt)
     grad_v_BHND = torch.empty_like(v_BHND)
     for k, grad_XnD in enumerate(grads_XnD):
         grad_v_BHND[..., k :: len(widths), :] = grad_XnD.unflatten(0, mu_BHT.shape[:2])
