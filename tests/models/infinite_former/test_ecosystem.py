@@ -39,6 +39,16 @@ def test_auto_classes_know_the_family(tiny: Make, tmp_path: Path) -> None:
         assert type(auto.from_pretrained(tmp_path / name)) is type(model)
 
 
+def test_a_model_can_be_loaded_with_fewer_layers_and_other_segments(tiny: Make, tmp_path: Path) -> None:
+    whole = AutoModelForCausalLM.from_config(tiny()).eval()
+    whole.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1, segment_length=8)
+    assert model.config.memory_layers == (0,)
+    assert model.config.short_term_window == model.model.layers[0].window == 8
+    assert torch.equal(model.lm_head.weight, whole.lm_head.weight)
+    assert torch.isfinite(model(torch.randint(2, 60, (1, 30))).logits).all()
+
+
 class Documents(Dataset):
     """A few short documents."""
 
