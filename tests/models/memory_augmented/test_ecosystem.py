@@ -34,7 +34,7 @@ class Documents(Dataset):
     """A few documents of several segments."""
 
     def __len__(self) -> int:
-        return 8
+        return 4
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(index))
@@ -60,7 +60,7 @@ def test_the_readmes_lines_with_a_local_model(base_model: Make, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     base_model("gpt2", vocab_size=384).save_pretrained("gpt2")
     tokenizer = ByT5Tokenizer()
-    whole_book = "It was a dark and stormy night; the rain fell in torrents. " * 4
+    whole_book = "It was a dark and stormy night; the rain fell in torrents. " * 2
 
     model = AutoModelForCausalLM.from_pretrained("gpt2")
     model = hf_longmem.add_long_term_memory(
@@ -73,14 +73,14 @@ def test_the_readmes_lines_with_a_local_model(base_model: Make, tmp_path: Path, 
     prompt = tokenizer(whole_book, return_tensors="pt")
     written = reloaded.generate(**prompt, max_new_tokens=20, do_sample=False)
     assert torch.equal(written, model.eval().generate(**prompt, max_new_tokens=20, do_sample=False))
-    assert written.shape[1] > 200
+    assert written.shape[1] > 100
 
 
 def test_the_stock_trainer_with_groups_accumulation_and_bf16(augmented: Make, tmp_path: Path) -> None:
     model = augmented("llama", memory_zero_init=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(memory_parameter_groups(model, 0.0, memory_lr=3e-2))
-    arguments = settings(tmp_path, gradient_accumulation_steps=2, bf16=True, max_steps=8)
+    arguments = settings(tmp_path, gradient_accumulation_steps=2, bf16=True)
     trainer = Trainer(
         model=model,
         args=arguments,
