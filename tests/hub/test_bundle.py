@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from hf_longmem import LongTermMemoryConfig, ReformerLSHByteTokenizer, add_long_term_memory, bundle
+from hf_longmem._version import __version__
 from hf_longmem.cli.main import main
 from hf_longmem.hub.sources import commit_of_working_tree, flat_name, flat_sources, flattened, source_version
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
@@ -112,10 +114,12 @@ def test_with_the_package_its_classes_win_and_a_saved_model_has_no_map_to_nowher
 def test_its_files_are_flat_and_name_their_version(folder: Path, family: str) -> None:
     files = {file.stem: file.read_text() for file in (folder / family).glob("*.py")}
     assert {f"configuration_{family}", f"modeling_{family}"} <= set(files)
+    version = rf"hf-longmem {re.escape(__version__)}(, commit [0-9a-f]{{40}}( with changes)?)?"
+    assert re.fullmatch(version, source_version())
+    (told,) = {text.splitlines()[0].partition(" hf_longmem.bundle: ")[2] for text in files.values()}
+    assert re.fullmatch(rf"{version}\.", told)
     for name, text in files.items():
-        first = text.splitlines()[0]
-        assert first.startswith("# hf_longmem.")
-        assert first.endswith(f"{source_version()}.")
+        assert text.startswith("# hf_longmem.")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom):
                 assert node.level <= 1, name

@@ -152,7 +152,8 @@ def test_weights_on_disk_are_read_when_they_are_needed(family: str, tmp_path: Pa
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
     )
-    assert torch.equal(output(loaded), output(model))
+    # A layer whose weights come and go is called as it is, where others are merged with the next: other roundings.
+    torch.testing.assert_close(output(loaded), output(model), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head", HEADS)
