@@ -25,7 +25,7 @@ class InfiniteFormerModelOutput(ModelOutput):
 
 @dataclass
 class InfiniteFormerCausalLMOutput(ModelOutput):
-    """What the language model gives; ``memory_loss`` is the regulariser alone, unweighted."""
+    """What the language model gives; ``memory_loss`` is the regulariser alone, with gradients or labels; unweighted."""
 
     loss: torch.FloatTensor | None = None
     logits: torch.FloatTensor | None = None
@@ -37,7 +37,7 @@ class InfiniteFormerCausalLMOutput(ModelOutput):
 
 @dataclass
 class InfiniteFormerClassifierOutput(ModelOutput):
-    """What a classifier gives; ``memory_loss`` is the regulariser alone, unweighted."""
+    """What a classifier gives; ``memory_loss`` is the regulariser alone, with gradients or labels; unweighted."""
 
     loss: torch.FloatTensor | None = None
     logits: torch.FloatTensor | None = None
