@@ -155,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(options.output_dir, state_dict=weights)
         tokenizer.save_pretrained(options.output_dir)
+    accelerator.wait_for_everyone()  # a process that left early could keep another from finishing its last exchange
     accelerator.end_training()
     return losses
 

@@ -115,6 +115,8 @@ def _child(program: str, function: str, rank: int, world_size: int, directory: s
         result = getattr(module, function)(**arguments)
         Path(directory, f"{rank}.json").write_text(json.dumps(result))
         if dist.is_initialized():
+            # None leaves while another may still be reading what it sent.
+            dist.barrier()
             dist.destroy_process_group()
     except BaseException:
         traceback.print_exc()
