@@ -98,7 +98,7 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
             reset_memory: ``[B]``, rows that begin a new document; what ``cache`` or ``memory`` hold of them is
                 forgotten first.
             output_hidden_states: also return the embeddings and every layer's output.
-            output_memory_loss: whether to return the regulariser; default, where gradients are on. (That of a head is one
+            output_memory_loss: whether to return the regulariser; default, where gradients are on. (A head's is one
                 number, and a pipeline takes each output apart by rows.)
             kwargs: ``document_ids``, integer ``[B, T]``, rising within a row: the tokens of one id are a document of
                 their own, computed as if alone. Excludes ``cache``, ``memory`` and ``reset_memory``; returns neither.
