@@ -1,9 +1,10 @@
 # On a machine with nothing but Python 3.11 or newer, git and make:
-#   make demo    installs into .venv and runs `longmem train $(ARGS)`
+#   make demo    installs into .venv and runs `longmem train $(ARGS)`; MODEL=infinite_former for the other family
 #   make test    installs into .venv and runs the linters and all tests
 
 PYTHON ?= python3
 VENV ?= .venv
+MODEL ?= reformer_lsh
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -13,7 +14,7 @@ install := $(bin)/python -m pip install --quiet --constraint constraints-cpu.txt
 .PHONY: demo test clean
 
 demo: $(VENV)/.package
-	$(bin)/longmem train $(ARGS)
+	$(bin)/longmem train --model_type $(MODEL) $(ARGS)
 
 test: $(VENV)/.tests
 	$(bin)/ruff check .

@@ -10,32 +10,8 @@ from local_hub import LocalHub, card_problems
 from programs import call
 
 PROGRAMS = Path(__file__).parent / "sharing_programs.py"
-SECTION = """\
-## Sharing
-
-```python
-import hf_longmem
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("my-model")  # what `longmem train` saved
-tokenizer = AutoTokenizer.from_pretrained("my-model")
-model.push_to_hub("user/my-model")
-tokenizer.push_to_hub("user/my-model")
-hf_longmem.bundle(model, "my-bundle", tokenizer=tokenizer, push_to="user/my-bundle")
-model = AutoModelForCausalLM.from_pretrained("user/my-bundle")
-```
-
-A bundle holds the code of its model beside the weights, and a model card. Who has this package runs the package's code;
-who has not loads it by `AutoModelForCausalLM.from_pretrained("user/my-bundle", trust_remote_code=True)`.
-
-```bash
-longmem bundle my-model my-second-bundle --push_to user/my-second-bundle
-longmem card my-second-bundle --overwrite
-```
-
-Weights are written and read as safetensors. A pickle is refused, but for the published `google/reformer-*`, which
-PyTorch's restricted unpickler reads.
-"""
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+SECTION = re.search(r"^## Sharing\n.*?(?=^## )", README, flags=re.MULTILINE | re.DOTALL)[0]
 
 
 def blocks(language: str) -> list[str]:
