@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_longmem import (
     DataCollatorForStreams,
@@ -101,6 +101,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(
             torch.equal(mine, theirs)
             for mine, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True)
         )
+
+
+def test_a_run_that_was_interrupted_goes_on_in_the_same_trainer(trainer: Callable[..., Trainer]) -> None:
+    class Interrupt(TrainerCallback):
+        step = 5
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == self.step:
+                raise KeyboardInterrupt
+
+    whole = trainer()
+    whole.train()
+    again, interrupt = trainer(), Interrupt()
+    again.add_callback(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        again.train()
+    interrupt.step = 0
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(whole)
 
 
 def test_an_iterable_is_resumed_too(trainer: Callable[..., Trainer], tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ class DataCollatorForStreams:
             raise ValueError(complaint("pad_to_multiple_of must be at least 1", pad_to_multiple_of, "leave it out"))
         self.pad_token_id, self.pad_to_multiple_of = pad_token_id, pad_to_multiple_of
         self._carried: WeakKeyDictionary[Any, CarriedMemory] = WeakKeyDictionary()
-        self._last: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
 
     def carried(self, streams: Any) -> CarriedMemory:
         """What is remembered of a data set's streams, to be saved and restored."""
@@ -103,13 +102,14 @@ class DataCollatorForStreams:
             rule = "a batch must hold the next piece of each of its rows"
             received = f"pieces {[position.time for position in positions]} of rows {rows}"
             raise ValueError(complaint(rule, received, _IN_ORDER))
-        last_time, last_rows = self._last.get(streams, (time - 1, rows))
+        carried = self.carried(streams)
+        last_time, last_rows = (time - 1, rows) if carried.made is None else carried.made
         # Every epoch, and every evaluation, begins anew with the same rows.
         if rows != last_rows or time not in (0, last_time + 1):
             rule = f"piece {last_time + 1} of rows {last_rows} comes next"
             fix = f"{_IN_ORDER}; for another loader, as for evaluation, make other streams"
             raise ValueError(complaint(rule, f"piece {time} of rows {rows}", fix))
-        self._last[streams] = (time, rows)
+        carried.made = (time, rows)
 
 
 def _position(feature: dict[str, Any]) -> StreamPosition:

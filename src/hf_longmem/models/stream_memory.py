@@ -34,6 +34,7 @@ class CarriedMemory:
     Attributes:
         num_batches: how many batches of this epoch the model has read.
         value: the memory after them.
+        made: number and rows of the batch that was made last; None where any may be made next.
         advice: what to do where a batch finds that batches before it are missing.
     """
 
@@ -43,6 +44,7 @@ class CarriedMemory:
     def restore(self, num_batches: int, value: Any) -> None:
         """Go on as after ``num_batches`` batches of an epoch that left the memory ``value``."""
         self.num_batches, self.value = num_batches, value
+        self.made: tuple[int, list[int]] | None = None
         self.advice = "give every batch to the model in order; to begin in the middle, restore the memory first"
         self._before: Any = None
 
