@@ -103,7 +103,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(
         )
 
 
-def test_a_run_that_was_interrupted_goes_on_in_the_same_trainer(trainer: Callable[..., Trainer]) -> None:
+def test_a_run_that_was_interrupted_goes_on_in_the_same_trainer(
+    trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
     class Interrupt(TrainerCallback):
         step = 5
 
@@ -118,7 +120,7 @@ def test_a_run_that_was_interrupted_goes_on_in_the_same_trainer(trainer: Callabl
     with pytest.raises(KeyboardInterrupt):
         again.train()
     interrupt.step = 0
-    again.train(resume_from_checkpoint=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
     assert losses(again) == losses(whole)
 
 
