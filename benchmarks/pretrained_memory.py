@@ -188,7 +188,8 @@ def measure(task: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
         if window == WINDOW or task.long_window:
             model = copy.deepcopy(base)
             optimizer = torch.optim.AdamW(model.parameters(), given.learning_rate / 3)
-            add(name, around(model, window), fit(model, task.batches(window), given.extra, optimizer))
+            seconds = fit(model, task.batches(window), given.extra, optimizer)
+            add(name, around(model, window), seconds)
     for name, settings in MEMORIES.items():
         model = around(base, **settings)
         seconds = 0.0

@@ -47,6 +47,7 @@ def test_every_arm_is_measured_and_reported(
     text, recall = (json.loads(line)["arms"] for line in runs.read_text(encoding="utf-8").splitlines())
     assert [len(text), len(recall)] == [5, 4]
     assert all(5 < arm["score"] < 10 for arm in text)
+    assert len({arm["score"] for arm in text}) == len(text)  # each arm was trained on
     assert all(0 <= arm["score"] <= 100 for arm in recall)
     written = next(tmp_path.glob("*-pretrained-memory.md")).read_text(encoding="utf-8")
     assert written.count("| memory, sticky, then everything |") == 2
