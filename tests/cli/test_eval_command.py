@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, ByT5Tokenizer
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_longmem import (
     InfiniteFormerConfig,
@@ -134,6 +134,19 @@ def test_mistakes_are_one_line(
     assert "infinite_former, memory_augmented have a memory" in fails([reformer, *text, "--save_memory", "m"], capsys)
     assert "device nowhere: " in fails([model, *text, "--device", "nowhere"], capsys)
     assert not Path("m").exists()
+
+
+def test_a_document_too_long_for_a_model_is_one_clear_line(
+    texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=384, n_embd=16, n_layer=1, n_head=2, n_positions=32)).save_pretrained(
+        tmp_path
+    )
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    short, long = str(texts[1]), str(texts[0])
+    assert len(scored([str(tmp_path), "--text", short], capsys)) == 1
+    error = fails([str(tmp_path), "--text", short, long], capsys)
+    assert error.startswith(f"a document must not be longer than the model can read, got {long}, 720 bytes; ")
 
 
 def test_a_loss_that_is_not_finite_is_a_failure(

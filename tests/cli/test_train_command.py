@@ -160,6 +160,13 @@ def test_a_run_resumes_from_its_last_checkpoint(
         ("--max_train_samples 0", "max_train_samples must be at least 1, got 0"),
         ("--dataset some/name", "the text comes from one place, got text and dataset"),
         ("--held_out_fraction 1", "held_out_fraction must be in (0, 1), got 1.0"),
+        ("--per_device_train_batch_size 0", "per_device_train_batch_size must be at least 1, got 0"),
+        ("--per_device_eval_batch_size 0", "per_device_eval_batch_size must be at least 1, got 0"),
+        ("--gradient_accumulation_steps 0", "gradient_accumulation_steps must be at least 1, got 0"),
+        ("--learning_rate -1", "learning_rate must be at least 0, got -1.0"),
+        ("--seed -1", "seed must be from 0 to 4294967295, got -1"),
+        ("--report_to nobody", "nobody is not supported"),
+        ("--fsdp full_shard", "fsdp only works in distributed training"),
         ("--max_new_tokens 128", "max_new_tokens must fit max_position_embeddings, 128, got 0 and 128"),
     ],
 )
@@ -169,6 +176,23 @@ def test_impossible_settings_are_one_clear_line(
     output = tmp_path / "out"
     assert message in fails([*TINY, *corpus, *arguments.split(), "--output_dir", str(output)], capsys)
     assert contents(output) == {}
+
+
+def test_an_output_directory_that_cannot_be_made_is_one_clear_line(
+    corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert "file" in fails([*TINY, *corpus, "--output_dir", str(tmp_path / "file" / "out")], capsys)
+
+
+def test_a_metric_that_nobody_computes_is_one_clear_line(
+    corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["eval_strategy", "steps", "eval_steps", "1", "save_strategy", "best", "metric_for_best_model", "bits"]
+    often = [f"--{name}={value}" for name, value in zip(settings[::2], settings[1::2], strict=True)]
+    error = fails([*TINY, *corpus, *often, "--disable_tqdm=true", "--output_dir", str(tmp_path / "out")], capsys)
+    assert "'eval_bits', which is not found" in error
+    assert "eval_bits_per_byte" in error
 
 
 def test_text_that_cannot_be_read_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

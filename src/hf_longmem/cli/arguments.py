@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,6 +210,17 @@ class LanguageModelingArguments(TrainingArguments):
     dataloader_pin_memory: bool = _default("dataloader_pin_memory", False)
 
 
+_RANGES = (
+    ("per_device_train_batch_size", 1, math.inf),
+    ("per_device_eval_batch_size", 1, math.inf),
+    ("gradient_accumulation_steps", 1, math.inf),
+    ("learning_rate", 0, math.inf),
+    # What NumPy takes.
+    ("seed", 0, 2**32 - 1),
+    ("data_seed", 0, 2**32 - 1),
+)
+
+
 class _Parser(CommandParser, HfArgumentParser):
     """HfArgumentParser whose complaints are the command's."""
 
@@ -247,7 +259,17 @@ def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, RunA
         model, data, run, training = (
             group(**{f.name: values[f.name] for f in dataclasses.fields(group) if f.init}) for group in groups
         )
+    _check_ranges(training)
     return model, data, run, training
+
+
+def _check_ranges(training: TrainingArguments) -> None:
+    """Of values that `TrainingArguments` takes as they are, and that something would trip over later."""
+    for name, least, most in _RANGES:
+        value = getattr(training, name)
+        if value is not None and not least <= value <= most:
+            rule = f"{name} must be {f'at least {least}' if most == math.inf else f'from {least} to {most}'}"
+            raise CommandError(complaint(rule, value, "see longmem train --help"))
 
 
 def _flags_of_file(path: Path) -> list[str]:

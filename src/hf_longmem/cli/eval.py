@@ -69,7 +69,8 @@ def run(arguments: Sequence[str]) -> None:
         tokenizer = AutoTokenizer.from_pretrained(namespace.tokenizer_name or namespace.model)
         model: Any = AutoModelForCausalLM.from_pretrained(namespace.model)
     device = namespace.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with user_mistakes(RuntimeError, prefix=f"device {device}: "):
+    # PyTorch built without CUDA asserts that it has it.
+    with user_mistakes(RuntimeError, AssertionError, prefix=f"device {device}: "):
         model = model.to(device).eval()
     if len(tokenizer) > model.config.vocab_size:
         received = f"{len(tokenizer)} tokens for a model that knows {model.config.vocab_size}"
@@ -80,9 +81,15 @@ def run(arguments: Sequence[str]) -> None:
     for name, size, text in _documents(namespace.text):
         with tqdm(total=size, unit="B", unit_scale=True, desc=name) as bar, user_mistakes(ValueError, OSError):
             document = _Document(text, tokenizer, counts, bar)
-            found = streaming_perplexity(
-                model, document, piece_length=namespace.piece_length, progress=False, cache=cache
-            )
+            try:
+                found = streaming_perplexity(
+                    model, document, piece_length=namespace.piece_length, progress=False, cache=cache
+                )
+            except IndexError as error:
+                # Of a table of positions: token ids have been checked.
+                rule = "a document must not be longer than the model can read"
+                fix = "give shorter ones, or a model without such a limit"
+                raise ValueError(complaint(rule, f"{name}, {size:,} bytes", fix)) from error
         scores.append(_Score(found.mean_nll * found.num_tokens, found.num_tokens, document.num_bytes))
         print(f"{name}: {scores[-1]}")
     if len(scores) > 1:

@@ -28,7 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 import hf_longmem  # noqa: F401 (registers the architectures)
 from hf_longmem.cli import inputs
 from hf_longmem.cli.arguments import parse
-from hf_longmem.cli.errors import CommandError
+from hf_longmem.cli.errors import CommandError, user_mistakes
 from hf_longmem.cli.training_data import TrainingData, training_data
 from hf_longmem.hub.training_card import write_training_card
 from hf_longmem.training.callbacks import StreamMemoryCallback
@@ -64,7 +64,10 @@ def run(arguments: Sequence[str]) -> None:
         callbacks.append(StreamMemoryCallback(checkpoint))
     config: Any = model.config
     use_cache = config.use_cache
-    trainer = _trainer(model, training, data, tokenizer, callbacks)
+    with user_mistakes(ValueError, OSError, ImportError, RuntimeError):
+        # What has to be installed, started or writable for these arguments is missing.
+        trainer = _trainer(model, training, data, tokenizer, callbacks)
+        Trainer.get_optimizer_cls_and_kwargs(training, model)
     say: Callable[[str], None] = print if trainer.is_world_process_zero() else lambda text: None
     say(_description(documents, data, model))
 
@@ -134,6 +137,10 @@ def _train(trainer: Trainer, checkpoint: str | None, whole: WholeCheckpointsCall
             raise
         advice = "make room on the disk, then go on with --resume_from_checkpoint true"
         raise CommandError(f"{whole.writing} could not be written: {error}; {advice}", status=1) from error
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise CommandError(str(error.args[0])) from error
     results = {"train_seconds": seconds, **peak_memory()}
     if tokens := trainer.state.num_input_tokens_seen - seen_before:
         results["tokens_per_second"] = tokens / seconds
