@@ -138,6 +138,29 @@ def test_an_iterable_is_resumed_too(trainer: Callable[..., Trainer], tmp_path: P
     assert losses(again) == losses(whole)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_iterable_is_not_resumed_where_trainer_would_lose_its_place(
+    trainer: Callable[..., Trainer], tmp_path: Path, accumulation: int
+) -> None:
+    def data() -> Any:
+        return DocumentStreams.from_iterable(
+            lambda: iter([range(2, 50), range(2, 32)]), batch_size=1, sequence_length=24
+        )
+
+    settings = {"per_device_train_batch_size": 1, "save_steps": 1, "gradient_accumulation_steps": accumulation}
+    whole = trainer(data=data(), max_steps=6, **settings)
+    whole.train()
+    for step in range(1, 6):
+        again = trainer(data=data(), max_steps=6, **settings)
+        checkpoint = str(tmp_path / "out" / f"checkpoint-{step}")
+        if step * accumulation > 4:
+            with pytest.raises(ValueError, match=f"resumed in its first epoch, got step {step}, in a later one"):
+                again.train(resume_from_checkpoint=checkpoint)
+        else:
+            again.train(resume_from_checkpoint=checkpoint)
+            assert losses(again) == losses(whole)
+
+
 def test_the_memory_saved_is_the_one_after_the_step_whatever_is_evaluated(
     trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:

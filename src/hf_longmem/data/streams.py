@@ -169,7 +169,8 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
         Returns:
             A `torch.utils.data.IterableDataset`, whose pieces are those of `DocumentStreams`. Trainer needs
             ``max_steps``, and on several processes, each of which reads everything and keeps its own rows,
-            ``accelerator_config={"dispatch_batches": False}``. Going on from a checkpoint reads what was read again.
+            ``accelerator_config={"dispatch_batches": False}``. Going on from a checkpoint reads what was read again; to
+            Trainer everything is one epoch, so that runs to be resumed should give documents again and again instead.
         """
         return IterableDocumentStreams(
             documents,

@@ -33,7 +33,8 @@ class StreamMemoryCallback(TrainerCallback, ExportableState):
             ``output_dir`` and ``TrainingArguments.resume_from_checkpoint`` does not name it.
 
     Raises:
-        ValueError: streams with another collator, or with a model whose ``forward`` takes no ``memory``.
+        ValueError: streams with another collator, or with a model whose ``forward`` takes no ``memory``; an iterable's
+            streams resumed in another epoch than the first.
     """
 
     def __init__(self, resume_from: str | os.PathLike[str] | None = None) -> None:
@@ -71,6 +72,8 @@ class StreamMemoryCallback(TrainerCallback, ExportableState):
         self._carried, self.num_memory_files = collator.carried(streams), args.world_size
         if state.global_step > 0:
             self._restore(args, state, model, args.per_device_train_batch_size)
+            if not hasattr(streams, "__len__"):
+                self._check_epoch(args, state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write this process's memory, if the checkpoint of this step comes next."""
@@ -104,6 +107,14 @@ class StreamMemoryCallback(TrainerCallback, ExportableState):
         except (FileNotFoundError, ValueError) as error:
             # Whether it matters depends on the batch that comes next: between epochs documents start anew.
             carried.advice = str(error)
+
+    def _check_epoch(self, args: TrainingArguments, state: TrainerState) -> None:
+        # To Trainer all steps on a data set without a length are one epoch: it would skip past the end of the first.
+        skipped = state.global_step * args.gradient_accumulation_steps
+        if not args.ignore_data_skip and self._carried is not None and 0 < self._carried.num_batches < skipped:
+            rule = "training on an iterable is resumed in its first epoch"
+            fix = "let the iterable give the documents again and again, as one epoch, or use DocumentStreams(...)"
+            raise ValueError(complaint(rule, f"step {state.global_step}, in a later one", fix))
 
 
 def _check_same_run(folder: Path, state: TrainerState) -> None:
