@@ -164,6 +164,8 @@ def test_a_run_resumes_from_its_last_checkpoint(
         ("--per_device_eval_batch_size 0", "per_device_eval_batch_size must be at least 1, got 0"),
         ("--gradient_accumulation_steps 0", "gradient_accumulation_steps must be at least 1, got 0"),
         ("--learning_rate -1", "learning_rate must be at least 0, got -1.0"),
+        ("--adam_beta2 2", "Invalid beta parameter at index 1: 2.0"),
+        ("--lr_scheduler_type cosine_with_min_lr", "One of min_lr or min_lr_rate should be set"),
         ("--seed -1", "seed must be from 0 to 4294967295, got -1"),
         ("--report_to nobody", "nobody is not supported"),
         ("--fsdp full_shard", "fsdp only works in distributed training"),

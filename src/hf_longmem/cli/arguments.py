@@ -214,6 +214,7 @@ _RANGES = (
     ("per_device_train_batch_size", 1, math.inf),
     ("per_device_eval_batch_size", 1, math.inf),
     ("gradient_accumulation_steps", 1, math.inf),
+    ("dataloader_num_workers", 0, math.inf),
     ("learning_rate", 0, math.inf),
     # What NumPy takes.
     ("seed", 0, 2**32 - 1),
@@ -255,7 +256,7 @@ def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, RunA
         hint = f"did you mean --{near[0]}?" if near else "see longmem train --help"
         raise CommandError(f"unknown argument {unknown[0]}; {hint}")
     values = vars(namespace)
-    with user_mistakes(ValueError, ImportError):
+    with user_mistakes(ValueError, TypeError, ImportError):
         model, data, run, training = (
             group(**{f.name: values[f.name] for f in dataclasses.fields(group) if f.init}) for group in groups
         )

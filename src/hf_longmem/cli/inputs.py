@@ -116,7 +116,7 @@ def tokenizer(model_arguments: ModelArguments) -> PreTrainedTokenizerBase:
 def model(model_arguments: ModelArguments, data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     name = model_arguments.model_name_or_path
     given = model_arguments.config_values()
-    mistakes = (ValueError, TypeError, OSError, RuntimeError, SafetensorError, StrictDataclassError)
+    mistakes = (ValueError, TypeError, AttributeError, OSError, RuntimeError, SafetensorError, StrictDataclassError)
     if name is None:
         kind = model_arguments.model_type
         if kind not in CONFIG_MAPPING:

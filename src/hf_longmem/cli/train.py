@@ -21,6 +21,7 @@ from transformers import (
     TrainerCallback,
     TrainerState,
     TrainingArguments,
+    get_scheduler,
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
@@ -64,10 +65,10 @@ def run(arguments: Sequence[str]) -> None:
         callbacks.append(StreamMemoryCallback(checkpoint))
     config: Any = model.config
     use_cache = config.use_cache
-    with user_mistakes(ValueError, OSError, ImportError, RuntimeError):
-        # What has to be installed, started or writable for these arguments is missing.
+    with user_mistakes(ValueError, TypeError, OSError, ImportError, RuntimeError):
+        # Something must be installed, started or writable for these arguments, or they do not fit together.
         trainer = _trainer(model, training, data, tokenizer, callbacks)
-        Trainer.get_optimizer_cls_and_kwargs(training, model)
+        _try_optimizer(training, model)
     say: Callable[[str], None] = print if trainer.is_world_process_zero() else lambda text: None
     say(_description(documents, data, model))
 
@@ -124,6 +125,18 @@ def _trainer(
         preprocess_logits_for_metrics=partial(token_nll, shifted=data.streams),
         callbacks=callbacks,
     )
+
+
+def _try_optimizer(training: TrainingArguments, model: PreTrainedModel) -> None:
+    """Raise now what Trainer would raise when it starts to train."""
+    optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(training, model)
+    # Some are made for a model's own parameters.
+    if not {"params", "model", "optimizer_dict"} & set(settings):
+        optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **settings)
+        schedule = {"num_warmup_steps": 1, "num_training_steps": 2}
+        get_scheduler(
+            training.lr_scheduler_type, optimizer, **schedule, scheduler_specific_kwargs=training.lr_scheduler_kwargs
+        )
 
 
 def _train(trainer: Trainer, checkpoint: str | None, whole: WholeCheckpointsCallback) -> dict[str, float]:
