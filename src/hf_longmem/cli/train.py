@@ -133,10 +133,8 @@ def _try_optimizer(training: TrainingArguments, model: PreTrainedModel) -> None:
     # Some are made for a model's own parameters.
     if not {"params", "model", "optimizer_dict"} & set(settings):
         optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **settings)
-        schedule = {"num_warmup_steps": 1, "num_training_steps": 2}
-        get_scheduler(
-            training.lr_scheduler_type, optimizer, **schedule, scheduler_specific_kwargs=training.lr_scheduler_kwargs
-        )
+        specific: Any = training.lr_scheduler_kwargs
+        get_scheduler(training.lr_scheduler_type, optimizer, 1, 2, scheduler_specific_kwargs=specific)
 
 
 def _train(trainer: Trainer, checkpoint: str | None, whole: WholeCheckpointsCallback) -> dict[str, float]:
