@@ -65,8 +65,8 @@ class DataCollatorForLongSequences:
         return_document_ids: None for batches with a packed row, True for every batch, False for none (then documents
             see each other, and only their labels are apart).
         seed: draws the masks from a generator of its own, which goes on from batch to batch; a worker process adds its
-            number, and starts anew when it is started anew. None draws from torch's default generator, whose state
-            is part of Trainer's checkpoints.
+            number, and starts anew when it is started anew. None draws from torch's default generator. Either way a
+            resumed run draws other masks than the same run uninterrupted: a data loader makes batches ahead.
 
     Returns:
         A call returns a dict of tensors ``[B, T]``: ``input_ids``, ``attention_mask``, ``labels``, for packed rows
