@@ -199,6 +199,13 @@ def test_an_input_of_nothing_but_padding_is_finite_and_leaves_the_state_alone(au
     assert torch.isfinite(logits_of(model, ids[:, :20], attention_mask=torch.zeros(2, 20))).all()
 
 
+def test_nothing_but_padding_may_come_first_without_a_window(augmented: Make, tokens: Make) -> None:
+    model, ids = augmented(window_length=0), tokens(2, 40)
+    cache = MemoryAugmentedCache(model.config)
+    assert torch.isfinite(logits_of(model, ids[:, :5], attention_mask=torch.zeros(2, 5), cache=cache)).all()
+    close(logits_of(model, ids, cache=cache), logits_of(model, ids))
+
+
 @pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_a_reset_row_is_as_new_bit_for_bit(augmented: Make, tokens: Make, family: str, kind: dict[str, Any]) -> None:
     model, past, ids = augmented(family, **kind), tokens(2, 41), tokens(2, 40, seed=2)

@@ -95,6 +95,8 @@ def _plan(
     size_B1, end_B1 = torch.tensor(sizes)[:, None], torch.tensor(ends)[:, None]
     positions_BS = (place_S - (width - size_B1)).clamp(min=0)
     alike = len({*zip(sizes, ends, strict=True)}) == 1
+    # Where no row has read anything and no window precedes a segment, the block is one place of padding.
+    first = max(ends[0] - width, 0)
     index_BS = mask_BS = None
     if not alike:
         index_BS = (end_B1 - width + place_S).clamp(min=0).to(device)
@@ -117,8 +119,8 @@ def _plan(
         places_BT=positions_BS[:, width - most :].to(device),
         follows=real_BT is None and not any(cut.full),
         index_BS=index_BS,
-        first=ends[0] - width,
-        stop=ends[0],
+        first=first,
+        stop=first + width,
         positions_BS=positions_BS.to(device),
         mask_BS=mask_BS,
         front_BT=front_BT,
