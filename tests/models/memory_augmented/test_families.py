@@ -121,6 +121,43 @@ def test_a_memory_checkpoint_without_its_model_says_so(base_model: Make, tmp_pat
         AutoModelForCausalLM.from_pretrained(tmp_path / "memory")
 
 
+@pytest.mark.parametrize("variant", [None, "half"])
+def test_a_memory_in_shards_loads_with_its_model(
+    base_model: Make, tokens: Make, tmp_path: Path, variant: str | None
+) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model, ids = add_long_term_memory(base, LongTermMemoryConfig(**MEMORY)), tokens(1, 40)
+    model.save_pretrained(tmp_path / "memory", memory_only=True, max_shard_size="9KB", variant=variant)
+    assert len(list((tmp_path / "memory").glob("*.safetensors"))) > 1
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "memory", variant=variant)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("base_config", {"n_layer": 10**12}),
+        ("base_config", {"n_layer": 2**17}),
+        ("base_config", {"vocab_size": 10**12}),
+        ("base_config", {"n_embd": 10**9}),
+        ("memory_config", {"num_attention_heads": 10**12}),
+        ("memory_config", {"num_attention_heads": 2**20, "attention_head_size": 2**20}),
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_allocated(
+    base_model: Make, tmp_path: Path, part: str, changes: dict[str, int]
+) -> None:
+    add_long_term_memory(base_model(), LongTermMemoryConfig(**MEMORY)).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {part: content[part] | changes}))
+    for load in (AutoConfig, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=r"must have at most .* (layers|parameters)"):
+            load.from_pretrained(tmp_path)
+
+
 def test_a_damaged_memory_checkpoint_is_refused(base_model: Make, tmp_path: Path) -> None:
     base_model().save_pretrained(tmp_path / "base")
     model = add_long_term_memory(

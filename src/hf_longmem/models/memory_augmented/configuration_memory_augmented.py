@@ -9,7 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig, SubConfigSpec
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from hf_longmem._errors import complaint
-from hf_longmem.models.config_safety import check_entries, without_code_map
+from hf_longmem.models.config_safety import check_entries, check_parameters, without_code_map
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # The cache layer of hf_longmem.models.memory_augmented.cache registers itself with transformers under this name.
 CACHE_LAYER_TYPE = "memory_augmented_state"
+
+_MOST_LAYERS = 2**16  # what holds one entry a layer is built before anything else could refuse it
 
 # What a memory has in common with those of an infinity-former, whose config checks it.
 _SHARED = (
@@ -214,8 +216,19 @@ class MemoryAugmentedConfig(PreTrainedConfig):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self.text_part, name, None))
+        if self.num_hidden_layers > _MOST_LAYERS:
+            rule = f"the model within must have at most {_MOST_LAYERS} layers (num_hidden_layers)"
+            raise ValueError(complaint(rule, self.num_hidden_layers, "use fewer"))
         self.memory_config = self.memory.fitted_to(self.base_config)  # type: ignore[arg-type]
+        self._check_parameters()
         check_entries(vars(self))
+
+    def _check_parameters(self) -> None:
+        memory = self.memory
+        inner = memory.num_attention_heads * memory.attention_head_size  # type: ignore[operator]
+        memories = 4 * inner * len(memory.memory_layers or ())
+        # Of the model within at the least, whatever its kind.
+        check_parameters(self.hidden_size * (memories + self.vocab_size + self.num_hidden_layers * self.hidden_size))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from contextlib import suppress
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from hf_longmem._errors import complaint
 from hf_longmem.models.loading import CheckedLoading, check_finite, has_safetensors
@@ -88,27 +89,19 @@ class MemoryCheckpoints(CheckedLoading):
         """
         path = pretrained_model_name_or_path
         where = {name: kwargs[name] for name in (*_HUB_ARGUMENTS, "revision", "subfolder") if name in kwargs}
-        file = None
+        files: list[str] = []
         if path is not None and kwargs.get("state_dict") is None:
-            name = SAFE_WEIGHTS_NAME
-            if kwargs.get("variant"):
-                name = name.replace(".safetensors", f".{kwargs['variant']}.safetensors")
-            file = cached_file(
-                path,
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_gated_repo=False,
-                _raise_exceptions_for_connection_errors=False,
-                **where,
-            )
-        if file is None or not _holds_memory_alone(file):
+            files = _files_of_memory_alone(path, kwargs.get("variant"), where)
+        if not files:
             return super().from_pretrained(path, *args, **kwargs)
         config = kwargs.get("config")
         if not isinstance(config, MemoryAugmentedConfig):
             config = MemoryAugmentedConfig.from_pretrained(path, **where)
         model = cls(config, _load_base(config, path, {k: v for k, v in kwargs.items() if k not in _NOT_FOR_BASE}))
-        with safe_open(file, framework="pt") as weights:
-            tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+        tensors = dict[str, Tensor]()
+        for file in files:
+            with safe_open(file, framework="pt") as weights:
+                tensors |= {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
         missing = {name for name in model.state_dict() if name.startswith(_MEMORY)} ^ set(tensors)
         if missing:
             rule = f"the memory in {path!r} must be that of its config"
@@ -122,6 +115,38 @@ class MemoryCheckpoints(CheckedLoading):
         if kwargs.get("output_loading_info"):
             return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
         return model
+
+
+def _files_of_memory_alone(path: Any, variant: str | None, where: dict[str, Any]) -> list[str]:
+    """The safetensors of a checkpoint that holds nothing but a memory; none of one that holds everything."""
+
+    def find(name: str) -> str | None:
+        if variant:
+            stem, _, ending = name.rpartition(".")
+            name = f"{stem}.{variant}.{ending}"
+        return cached_file(
+            path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+            **where,
+        )
+
+    if file := find(SAFE_WEIGHTS_NAME):
+        return [file] if _holds_memory_alone(file) else []
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        return []
+    try:
+        with open(index, encoding="utf-8") as opened:
+            shard_of = json.load(opened)["weight_map"]
+        if not all(name.startswith(_MEMORY) for name in shard_of):
+            return []
+        shards = sorted(set(shard_of.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []  # what is broken is told by whoever loads it
+    return [str(cached_file(path, shard, **where)) for shard in shards]
 
 
 def _holds_memory_alone(file: str) -> bool:
