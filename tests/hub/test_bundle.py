@@ -182,6 +182,11 @@ def test_what_cannot_be_bundled_is_refused_and_leaves_nothing(
     causal_lm("infinite_former").save_pretrained(pickle)
     torch.save(load_file(pickle / "model.safetensors"), pickle / "pytorch_model.bin")
     (pickle / "model.safetensors").unlink()
+    no_shard, no_mapping = tmp_path / "no shard", tmp_path / "no mapping"
+    causal_lm("infinite_former").save_pretrained(no_shard, max_shard_size="5KB")
+    sorted(no_shard.glob("*.safetensors"))[-1].unlink()
+    causal_lm("infinite_former").save_pretrained(no_mapping)
+    (no_mapping / "config.json").write_text("[]")
     (tmp_path / "empty").mkdir()
     full = tmp_path / "full"
     full.mkdir()
@@ -191,6 +196,8 @@ def test_what_cannot_be_bundled_is_refused_and_leaves_nothing(
         (tmp_path / "gpt2", "out", "must be a model of this package"),
         (damaged, "out", "must be whole"),
         (pickle, "out", "as safetensors, got none; a pickle can run code"),
+        (no_shard, "out", "must hold every shard"),
+        (no_mapping, "out", "must be a checkpoint"),
         (tmp_path / "empty", "out", "must be a checkpoint"),
         (folder / "reformer_lsh", "full", "must be empty"),
         (folder / "reformer_lsh", "full/file", "must be a folder"),
@@ -202,7 +209,15 @@ def test_what_cannot_be_bundled_is_refused_and_leaves_nothing(
             error = capsys.readouterr().err.splitlines()[-1]
             assert error.startswith("longmem bundle: error: ")
             assert words in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "empty", "full", "gpt2", "pickle"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "damaged",
+        "empty",
+        "full",
+        "gpt2",
+        "no mapping",
+        "no shard",
+        "pickle",
+    ]
 
 
 def test_every_architecture_has_a_flat_form() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -165,6 +166,40 @@ def test_a_token_on_the_command_line_stays_out(given: list[str], kept: list[str]
     assert _without_secrets(given) == kept
 
 
+def test_a_damaged_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    causal_lm("infinite_former").save_pretrained(tmp_path)
+    for name, content, words in (
+        ("all_results.json", "[1]", "must hold numbers by name"),
+        ("model.safetensors", "cut", "must be whole"),
+        ("config.json", '{"model_type": "infinite_former", "hidden_size": "x"}', "expected int"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert main(["card", str(tmp_path)]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("longmem card: error: ")
+        assert words in error
+        if name == "all_results.json":
+            (tmp_path / name).unlink()
+
+
+def test_results_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    causal_lm("infinite_former").save_pretrained(tmp_path)
+    (tmp_path / "all_results.json").write_text('{"eval_loss": NaN, "bits": null, "train_loss": 2.5}')
+    card = write_card(tmp_path).read_text()
+    assert "2.5000" in card
+    assert "| nan |" not in card
+
+
+def test_a_name_with_quotes_is_still_a_program() -> None:
+    name = 'it\'s "mine"\\'
+    card = model_card(InfiniteFormerConfig(), CardFacts(name=name)).text
+    programs = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert len(programs) == 2
+    for program in programs:
+        strings = {node.value for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Constant)}
+        assert name in strings
+
+
 def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     causal_lm("infinite_former").save_pretrained(folder)
@@ -202,7 +237,10 @@ def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFix
         ('{"name": "a", "config": {"model_type": "bert"}}', "model_type"),
         ('{"name": "a", "config": {"model_type": "reformer_lsh"}, "result": 1}', "got result; leave it out"),
         ('{"name": "a", "config": {"model_type": "reformer_lsh", "num_buckets": 3}}', "num_buckets must be even"),
+        ('{"name": "a", "config": {"model_type": "reformer_lsh", "hidden_size": "x"}}', "expected int"),
         ('{"name": "a", "config": {"model_type": "reformer_lsh"}, "metrics": {"bits": NaN}}', "finite"),
+        ('{"name": "a", "config": {"model_type": "reformer_lsh"}, "metrics": {"bits": 1' + "0" * 400 + "}}", "finite"),
+        ('{"name": "a", "config": {"model_type": "reformer_lsh"}, "metrics": [1]}', "numbers by name"),
     ],
 )
 def test_a_wrong_recipe_is_one_line(

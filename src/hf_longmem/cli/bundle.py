@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from huggingface_hub.errors import StrictDataclassError
+
 import hf_longmem  # noqa: F401 (registers the architectures)
 from hf_longmem.cli.errors import CommandParser, user_mistakes
 from hf_longmem.hub.bundle import bundle
 from hf_longmem.hub.sources import source_version
 
-_MISTAKES = (ValueError, OSError)
+_MISTAKES = (ValueError, TypeError, AttributeError, OSError, StrictDataclassError)
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
+
 import hf_longmem  # noqa: F401 (registers the architectures)
 from hf_longmem._errors import complaint
 from hf_longmem.cli.errors import CommandError, CommandParser, user_mistakes
@@ -41,7 +43,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def _card(source: Path, check: bool, overwrite: bool) -> Path | None:
     """Write one card; or, to check, give its file if it holds anything else."""
-    with user_mistakes(ValueError, TypeError, OSError, prefix=f"{source}: "):
+    with user_mistakes(ValueError, TypeError, AttributeError, OSError, StrictDataclassError, prefix=f"{source}: "):
         if source.is_dir():
             if check:
                 raise ValueError(complaint("--check is for recipes", "a folder", "name RECIPE.json files"))

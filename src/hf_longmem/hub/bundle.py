@@ -12,17 +12,17 @@ from typing import Any
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import httpx
-from safetensors import SafetensorError, safe_open
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_longmem._errors import complaint
 from hf_longmem.hub.cards import CARD, facts_of_folder, write_card
-from hf_longmem.hub.folders import empty_folder
+from hf_longmem.hub.folders import empty_folder, open_safetensors
 from hf_longmem.hub.sources import flat_name, flat_sources
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
-from hf_longmem.models.loading import PICKLE_WAY_OUT
+from hf_longmem.models.loading import PICKLE_WAY_OUT, other_shards
 
 # What a checkpoint is made of. Pickles, code, optimizer states and folders of other checkpoints stay behind.
 _COPIED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
@@ -128,7 +128,7 @@ def _check_type(model_type: Any, source: Any) -> None:
 
 def _copy_checkpoint(source: str | Path, folder: Path, token: str | bool | None) -> None:
     saved, _ = PreTrainedConfig.get_config_dict(source, token=token)
-    if not saved:
+    if not isinstance(saved, dict) or not saved:
         raise OSError(complaint(f"{source} must be a checkpoint", "no config.json", "check the path"))
     _check_type(saved.get("model_type"), source)
     if not Path(source).is_dir():
@@ -141,12 +141,15 @@ def _copy_checkpoint(source: str | Path, folder: Path, token: str | bool | None)
     if not weights:
         raise ValueError(complaint(f"{source} must hold its weights as safetensors", "none", PICKLE_WAY_OUT))
     for file in weights:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            rule = f"{Path(source) / file.name} must be whole"
-            raise OSError(complaint(rule, f"a damaged file ({error})", "download or copy it again")) from error
+        with open_safetensors(Path(source) / file.name):
+            pass
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
+        if pickles := other_shards(str(index)):
+            raise ValueError(complaint(f"{source} must hold its weights as safetensors", pickles[0], PICKLE_WAY_OUT))
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if missing := sorted(listed - {file.name for file in weights}):
+            rule = f"{source} must hold every shard that its index lists"
+            raise OSError(complaint(rule, f"no {missing[0]}", "download or copy it again"))
 
 
 def _add_code(folder: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from safetensors import safe_open
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_longmem._errors import complaint
 from hf_longmem.hub.card_texts import TEXTS, ModelText
+from hf_longmem.hub.folders import open_safetensors
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
 
 CARD = "README.md"
@@ -116,8 +116,10 @@ def model_card(config: PreTrainedConfig, facts: CardFacts) -> ModelCard:
     if config.model_type not in MODEL_TYPES:
         rule = f"model_card describes models of this package ({', '.join(MODEL_TYPES)})"
         raise ValueError(complaint(rule, repr(config.model_type), "write this card by hand"))
+    if not isinstance(facts.metrics, Mapping):
+        raise ValueError(complaint("metrics must be numbers by name", repr(facts.metrics), "write {name: number}"))
     for name, value in facts.metrics.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_number(value):
             raise ValueError(complaint(f"metric {name} must be a finite number", value, "leave it out"))
     text = TEXTS[config.model_type]
     auto_class = _auto_class(config)
@@ -127,7 +129,7 @@ def model_card(config: PreTrainedConfig, facts: CardFacts) -> ModelCard:
         _metadata(config, facts, text, auto_class),
         template_str=resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"),
         name=facts.name,
-        path=facts.path or facts.name,
+        path=json.dumps(str(facts.path or facts.name), ensure_ascii=False),  # a literal in Python too
         about=text.about,
         notes=facts.notes,
         facts=_architecture(config, facts, text),
@@ -175,10 +177,12 @@ def facts_of_folder(folder: str | Path, *, results: str | Path | None = None) ->
     folder = Path(folder)
     file = Path(results or folder) / "all_results.json"
     metrics = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not isinstance(metrics, dict):
+        raise ValueError(complaint(f"{file} must hold numbers by name", f"a {type(metrics).__name__}", "remove it"))
     return CardFacts(
         name=folder.resolve().name,
         num_parameters=_count_parameters(folder),
-        metrics={name: value for name, value in metrics.items() if name in _METRICS and isinstance(value, int | float)},
+        metrics={name: value for name, value in metrics.items() if name in _METRICS and _is_number(value)},
         unit="byte",  # what `longmem train` counts bits per
         tokenizer=(folder / "tokenizer_config.json").is_file(),
     )
@@ -286,9 +290,16 @@ def _count_parameters(folder: Path) -> int | None:
     """How many numbers the safetensors files of a folder hold, by their headers."""
     total = 0
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as weights:
+        with open_safetensors(file) as weights:
             total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     return total or None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _spelled(value: Any) -> str:

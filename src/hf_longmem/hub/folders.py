@@ -1,8 +1,13 @@
-"""Where checkpoints are written to."""
+"""Where checkpoints are written to and read from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from hf_longmem._errors import complaint
 
@@ -22,4 +27,18 @@ def empty_folder(path: str | Path) -> Path:
     return path
 
 
-__all__ = ["empty_folder"]
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        OSError: it is damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as weights:
+            yield weights
+    except SafetensorError as error:
+        raise OSError(complaint(f"{file} must be whole", f"a damaged file ({error})", "copy it again")) from error
+
+
+__all__ = ["empty_folder", "open_safetensors"]

@@ -64,13 +64,13 @@ def has_safetensors(source: Any, kwargs: dict[str, Any]) -> bool:
     if found(SAFE_WEIGHTS_NAME):
         return True
     index = found(SAFE_WEIGHTS_INDEX_NAME)
-    pickles = _other_shards(index) if index else [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if found(name)]
+    pickles = other_shards(index) if index else [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if found(name)]
     if pickles:
         raise OSError(complaint(f"the weights of {str(source)!r} must be safetensors", pickles[0], PICKLE_WAY_OUT))
     return index is not None
 
 
-def _other_shards(index: str) -> list[str]:
+def other_shards(index: str) -> list[str]:
     """What an index of safetensors lists that are none."""
     try:
         shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
