@@ -121,6 +121,38 @@ def test_a_memory_checkpoint_without_its_model_says_so(base_model: Make, tmp_pat
         AutoModelForCausalLM.from_pretrained(tmp_path / "memory")
 
 
+def test_a_memory_checkpoint_trusts_no_more_of_its_model_than_its_weights(base_model: Make, tmp_path: Path) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    model = add_long_term_memory(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LongTermMemoryConfig(**MEMORY)
+    )
+    model.save_pretrained(tmp_path / "memory", memory_only=True)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "memory", attn_implementation="eager")
+    assert eager.language_model.config._attn_implementation == "eager"
+
+    file = tmp_path / "memory" / "config.json"
+    content = file.read_text()
+    file.write_text(json.dumps(json.loads(content) | {"base_model_name_or_path": str(tmp_path / "memory")}))
+    with pytest.raises(ValueError, match="must have no memory of its own"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "memory")
+    file.write_text(content)
+
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": "somebody/kernel"}))
+    with pytest.raises(ValueError, match="must not be code to be fetched"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "memory")
+
+
+def test_a_memory_of_resized_embeddings_does_not_load_with_others(base_model: Make, tmp_path: Path) -> None:
+    base_model().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = add_long_term_memory(base, LongTermMemoryConfig(**MEMORY))
+    model.resize_token_embeddings(70)
+    model.save_pretrained(tmp_path / "memory", memory_only=True)
+    with pytest.raises(ValueError, match="must have vocab_size=70"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "memory")
+
+
 @pytest.mark.parametrize("variant", [None, "half"])
 def test_a_memory_in_shards_loads_with_its_model(
     base_model: Make, tokens: Make, tmp_path: Path, variant: str | None

@@ -11,10 +11,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from hf_longmem._errors import complaint
+from hf_longmem.models.config_safety import check_entries
 from hf_longmem.models.loading import CheckedLoading, check_finite, has_safetensors
 from hf_longmem.models.memory_augmented.configuration_memory_augmented import MemoryAugmentedConfig
 
@@ -162,8 +164,17 @@ def _load_base(config: MemoryAugmentedConfig, path: Any, kwargs: dict[str, Any])
     if not name:
         rule = f"{path!r} holds a memory alone and must name the model around which it is"
         raise ValueError(complaint(rule, "no base_model_name_or_path", "pass a config that has one"))
+    if config._attn_implementation:
+        # Asked for by from_pretrained's argument, which the Auto classes put into the config.
+        kwargs = {"attn_implementation": config._attn_implementation} | kwargs
     try:
         has_safetensors(name, kwargs)
+        saved, _ = PreTrainedConfig.get_config_dict(name, **{k: kwargs[k] for k in _HUB_ARGUMENTS if k in kwargs})
+        # Whoever loads this checkpoint has not looked at the other.
+        check_entries(saved)
+        if saved.get("model_type") == config.model_type:
+            rule = f"the model around which the memory in {path!r} is must have no memory of its own"
+            raise ValueError(complaint(rule, f"{name!r}, which has one", "save the memory with everything"))
         base = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except OSError as error:
         rule = f"the model around which the memory in {path!r} is must be where it came from"
@@ -171,7 +182,7 @@ def _load_base(config: MemoryAugmentedConfig, path: Any, kwargs: dict[str, Any])
             complaint(rule, f"{name!r} ({error})", "put it there, or save the memory with everything")
         ) from error
     theirs, ours = base.config.get_text_config(decoder=True), config.text_part
-    for key in ("model_type", "hidden_size", "num_hidden_layers"):
+    for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
         if getattr(theirs, key) != getattr(ours, key):
             rule = f"{name!r} must have {key}={getattr(ours, key)}, as the model which the memory in {path!r} is for"
             raise ValueError(complaint(rule, getattr(theirs, key), "load that model and add a memory to it"))
