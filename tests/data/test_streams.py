@@ -245,6 +245,7 @@ def test_worker_processes_are_refused(streams_of: Callable[..., Streams]) -> Non
         ([[1]], {"world_size": 0}, "world_size must be at least 1, got 0"),
         ([], {}, "documents must have tokens, got 0 without any"),
         ([[], []], {}, "documents must have tokens, got 2 without any"),
+        ([5, 6, 7], {}, "each document must hold token ids or text, got 5; pass a list of one document"),
         (["text"], {}, "documents of text need a tokenizer, got none"),
         (Dataset.from_dict({"text": ["a"]}), {}, "documents of text need a tokenizer, got none"),
         (Dataset.from_dict({"body": ["a"]}), {}, "the column input_ids or 'text', got body; name the text_column"),

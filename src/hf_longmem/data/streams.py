@@ -314,6 +314,9 @@ def _token_chunks(document: Any, tokenizer: PreTrainedTokenizerBase | None, text
         document = document[known[0]]
     if isinstance(document, str):
         document = (document,)
+    if not isinstance(document, Iterable):
+        rule = "each document must hold token ids or text"
+        raise ValueError(complaint(rule, repr(document), "pass a list of one document"))
     if isinstance(document, (np.ndarray, Tensor, range)):
         yield np.asarray(document, np.int64)
         return
