@@ -108,6 +108,33 @@ def test_several_turns_on_one_cache_equal_one_conversation(causal_lm: Make, toke
         conversation = torch.cat((conversation, tokens(1, 9, seed=turn)), dim=1)
 
 
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("length", [1, 9, 50])
+def test_a_prompt_after_what_was_read_needs_no_mask(
+    causal_lm: Make, tokens: Make, mode: dict[str, Any], length: int
+) -> None:
+    model, text, prompt = causal_lm(), tokens(2, 50), tokens(2, length, seed=5)
+    cache = InfiniteFormerCache(model.config)
+    logits_of(model, text, cache=cache)
+    cache.repeat(mode.get("num_beams", 1))
+    whole = generate(model, torch.cat((text, prompt), dim=1), max_new_tokens=15, **mode)
+    assert torch.equal(
+        generate(model, prompt, cache=cache, max_new_tokens=15, **mode)[:, length:], whole[:, 50 + length :]
+    )
+
+
+def test_a_padded_prompt_after_what_was_read(causal_lm: Make, tokens: Make) -> None:
+    model, text, prompt = causal_lm(), tokens(2, 50), tokens(2, 9, seed=5)
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    cache = InfiniteFormerCache(model.config)
+    logits_of(model, text, cache=cache)
+    alone = InfiniteFormerCache(model.config)
+    logits_of(model, text[:1], cache=alone)
+    both = generate(model, prompt, attention_mask=mask, cache=cache, max_new_tokens=15)
+    assert torch.equal(both[:1, 9:], generate(model, prompt[:1, 4:], cache=alone, max_new_tokens=15)[:, 5:])
+
+
 def test_a_dynamic_cache_of_transformers_works_as_well(causal_lm: Make, tokens: Make) -> None:
     model, ids = causal_lm(), tokens(2, 60)
     cache = DynamicCache(config=model.config)

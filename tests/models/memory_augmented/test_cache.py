@@ -89,6 +89,16 @@ def test_several_turns_on_one_cache_equal_one_conversation(augmented: Make, toke
         conversation = torch.cat((conversation, tokens(1, 9, seed=turn)), dim=1)
 
 
+@pytest.mark.parametrize("length", [1, 9, 50])
+def test_a_prompt_after_what_was_read_needs_no_mask(augmented: Make, tokens: Make, length: int) -> None:
+    model, text, prompt = augmented("gpt2"), tokens(2, 50), tokens(2, length, seed=5)
+    cache = MemoryAugmentedCache(model.config)
+    with torch.no_grad():
+        model(text, cache=cache)
+    whole = generate(model, torch.cat((text, prompt), dim=1), max_new_tokens=15)
+    assert torch.equal(generate(model, prompt, cache=cache, max_new_tokens=15)[:, length:], whole[:, 50 + length :])
+
+
 def test_a_token_within_a_segment_costs_one_token_of_the_model(augmented: Make, tokens: Make) -> None:
     model, lengths = augmented("llama"), []
     model.language_model.model.register_forward_pre_hook(

@@ -15,6 +15,7 @@ from hf_longmem._errors import complaint
 from hf_longmem.layers.continuous_attention import ContinuousAttention
 from hf_longmem.layers.short_term_attention import ShortTermAttention
 from hf_longmem.layers.token_loss import head_cross_entropy
+from hf_longmem.models.continuing import ContinuesFromCache
 from hf_longmem.models.documents import next_token_labels, unpack_documents
 from hf_longmem.models.infinite_cache import InfiniteFormerCache, check_cache, keep
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
@@ -217,7 +218,7 @@ def _check_graph(given: Tensor, state: LayerState) -> None:
         raise ValueError(complaint(rule, "a layer that cuts them, as reentrant checkpointing does", fix))
 
 
-class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, GenerationMixin):
+class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, ContinuesFromCache, GenerationMixin):
     """The model with a language-model head: predicts each next token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -17,6 +17,7 @@ from transformers.utils.generic import can_return_tuple
 
 from hf_longmem._errors import complaint
 from hf_longmem.layers.continuous_attention import ContinuousAttention
+from hf_longmem.models.continuing import ContinuesFromCache
 from hf_longmem.models.documents import next_token_labels, unpack_documents
 from hf_longmem.models.infinite_former.modeling_infinite_former import add_memory_loss, mean_memory_loss
 from hf_longmem.models.memory_augmented.attachment import DecoderLayers, find_decoder_layers
@@ -58,7 +59,7 @@ class LongTermMemory(nn.Module):
             )
 
 
-class MemoryAugmentedForCausalLM(MemoryCheckpoints, GenerationMixin):
+class MemoryAugmentedForCausalLM(MemoryCheckpoints, ContinuesFromCache, GenerationMixin):
     """A causal language model, untouched as ``language_model``, and a memory of everything before its window.
 
     A document may have any length and be given in any pieces. It is read in segments of ``segment_length`` tokens; with
