@@ -129,6 +129,8 @@ def test_mistakes_are_one_line(
     assert "piece_length must be at least 1, got 0" in fails([model, *text, "--piece_length", "0"], capsys)
     assert str(tmp_path / "none") in fails([str(tmp_path / "none"), *text], capsys)
     assert "must be whole" in fails([model, *text, "--load_memory", str(tmp_path / "torn.safetensors")], capsys)
+    missing = str(Path(model) / "nowhere" / "m.safetensors")
+    assert "save_memory must lie in a folder" in fails([model, *text, "--save_memory", missing], capsys)
     assert "that of one document, got several" in fails([model, "--save_memory", "m"], capsys)
     reformer = str(models["reformer_lsh"])
     assert "infinite_former, memory_augmented have a memory" in fails([reformer, *text, "--save_memory", "m"], capsys)

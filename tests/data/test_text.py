@@ -9,6 +9,8 @@ from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from hf_longmem.data.text import (
     load_documents,
@@ -105,6 +107,16 @@ def test_of_a_single_document_the_end_is_held_out() -> None:
     split = split_documents(table(["x" * 90 + "y" * 10]), 0.1)
     assert split["train"]["text"] == ["x" * 90]
     assert split["held_out"]["text"] == ["y" * 10]
+
+
+def test_a_split_far_from_what_was_asked_for_is_said() -> None:
+    logger = logging.get_logger("hf_longmem.data.text")
+    with CaptureLogger(logger) as heard:
+        split_documents(table(["a" * 50, "b" * 50]))
+    assert "50% of the text is held out" in heard.out
+    with CaptureLogger(logger) as heard:
+        split_documents(table([f"document {i}" for i in range(100)]))
+    assert heard.out == ""
 
 
 def test_a_split_refuses_a_single_character_and_impossible_fractions() -> None:

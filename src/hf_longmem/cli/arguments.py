@@ -128,7 +128,10 @@ class DataArguments:
 
     text: list[str] | None = field(
         default=None,
-        metadata=_help("Text files in UTF-8, one document each; 5 %% of them are held out.", "Python's own text"),
+        metadata=_help(
+            "Text files in UTF-8, one document each; whole ones are held out, of a single one its end.",
+            "Python's own text",
+        ),
     )
     dataset: str | None = field(
         default=None, metadata=_help("A text data set: a name on the Hub, or a folder (datasets library).", "none")

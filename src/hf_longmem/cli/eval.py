@@ -65,6 +65,8 @@ def run(arguments: Sequence[str]) -> None:
     remembers = namespace.save_memory is not None or namespace.load_memory is not None
     if remembers and (namespace.text is None or len(namespace.text) != 1):
         raise CommandError(complaint("a memory is that of one document", "several", "name one file with --text"))
+    if namespace.save_memory is not None and not Path(namespace.save_memory).absolute().parent.is_dir():
+        raise CommandError(complaint("save_memory must lie in a folder", namespace.save_memory, "make it first"))
     with user_mistakes(*_MISTAKES, prefix=f"{namespace.model}: "):
         tokenizer = AutoTokenizer.from_pretrained(namespace.tokenizer_name or namespace.model)
         model: Any = AutoModelForCausalLM.from_pretrained(namespace.model)

@@ -110,7 +110,8 @@ def split_documents(documents: Dataset, held_out_fraction: float = 0.05) -> Data
     """Split whole documents into a training and a held-out part, the same on every run and machine.
 
     The ``ceil(held_out_fraction * n)`` documents whose text has the smallest SHA-256 are held out, so that equal
-    documents are never on both sides. Of a single document the end is held out.
+    documents are never on both sides. Of a single document the end is held out. A warning says so where few documents
+    of unequal length make the held-out part far larger than was asked for.
 
     Args:
         documents: columns ``name`` and ``text``.
@@ -133,6 +134,12 @@ def split_documents(documents: Dataset, held_out_fraction: float = 0.05) -> Data
     last = min(sorted(digests)[wanted - 1], distinct[-2])
     held_out = [row for row, digest in enumerate(digests) if digest <= last]
     train = [row for row, digest in enumerate(digests) if digest > last]
+    lengths = [len(text) for text in documents["text"]]
+    share = sum(lengths[row] for row in held_out) / max(sum(lengths), 1)
+    if share > max(3 * held_out_fraction, 0.2):
+        logger.warning(
+            f"{share:.0%} of the text is held out: whole documents are, at least one; give more, or only one"
+        )
     return DatasetDict(train=documents.select(train), held_out=documents.select(held_out))
 
 
