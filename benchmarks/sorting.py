@@ -170,7 +170,9 @@ def report(runs: list[dict[str, Any]]) -> str:
             steps = ", ".join(str(steps) for steps in sorted({run["steps"] for run in of_variant}))
             minutes = sum(run["cpu_minutes"] for run in of_variant) / len(of_variant)
             rows.append([variant, f"{of_variant[0]['parameters']:,}", steps, mean, by_seed, f"{minutes:.0f}"])
-    main_table = table(["memory", "parameters", "steps", "mean", "accuracy (seed)", "CPU minutes"], rows)
+    main_table = "No run of the task as set yet."
+    if rows:
+        main_table = table(["memory", "parameters", "steps", "mean", "accuracy (seed)", "CPU minutes"], rows)
     sections = [_PREFACE, origin(), main_table]
     if tried:
         lines = [
