@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--initial", choices=["torch", "config"], default="torch", help="see `initialise`")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other fields of the config")
     parser.add_argument("--note", default="", help="what is tried, for the table of tries")
     parser.add_argument("--runs", type=Path, default=RESULTS / "sorting-runs.jsonl")
@@ -58,16 +61,22 @@ def main() -> None:
         print(write("sorting", report(runs), arguments.results))
         return
     changes = {name: yaml.safe_load(value) for name, value in (item.split("=", 1) for item in arguments.set)}
-    run = measure(arguments.variant, changes, arguments.seed, arguments.steps, arguments.learning_rate)
+    run = measure(
+        arguments.variant, changes, arguments.seed, arguments.steps, arguments.learning_rate, arguments.initial
+    )
     arguments.runs.parent.mkdir(parents=True, exist_ok=True)
     with arguments.runs.open("a", encoding="utf-8") as file:
         file.write(json.dumps(run | {"note": arguments.note}) + "\n")
 
 
-def measure(variant: str, changes: dict[str, Any], seed: int, steps: int, learning_rate: float) -> dict[str, Any]:
+def measure(
+    variant: str, changes: dict[str, Any], seed: int, steps: int, learning_rate: float, initial: str = "torch"
+) -> dict[str, Any]:
     """Train one model and evaluate it on unseen sequences."""
     torch.manual_seed(seed)
     model = InfiniteFormerForCausalLM(config(variant, changes))
+    if initial == "torch":
+        model.apply(initialise)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     started = time.process_time()
     curve = train(model, seed, steps, learning_rate)
@@ -78,6 +87,7 @@ def measure(variant: str, changes: dict[str, Any], seed: int, steps: int, learni
         "seed": seed,
         "steps": steps,
         "learning_rate": learning_rate,
+        "initial": initial,
         "parameters": parameters,
         "accuracy": accuracy,
         "curve": curve,
@@ -104,6 +114,15 @@ def config(variant: str, changes: dict[str, Any]) -> InfiniteFormerConfig:
         "eos_token_id": None,
     }
     return InfiniteFormerConfig(**(settings | VARIANTS[variant] | changes))
+
+
+def initialise(module: torch.nn.Module) -> None:
+    """Initialise linear layers and embeddings as torch does, not with the config's small normal numbers.
+
+    With embeddings of deviation 1 what is written, the normalised embeddings, hardly moves while the rest learns.
+    """
+    if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+        module.reset_parameters()
 
 
 def train(model: InfiniteFormerForCausalLM, seed: int, steps: int, learning_rate: float) -> list[list[float]]:
@@ -133,15 +152,31 @@ def loss_of(model: InfiniteFormerForCausalLM, ids: torch.Tensor, labels: torch.T
     """The training loss, and its gradients, of whole sequences.
 
     With `bptt_segments` = 1 no gradient enters a segment from a later one, and all labels lie in the last: those before
-    only need to be remembered.
+    only need to be remembered. A layer remembers what it is given, so that the last one need not compute there; and
+    without a memory, nothing that is further back than layers times windows is remembered.
     """
     done = LENGTH // model.config.segment_length * model.config.segment_length
     memory = None
     if model.config.bptt_segments == 1:
-        with torch.no_grad():
-            memory = model.model(ids[:, :done]).memory
+        reach = model.config.num_hidden_layers * model.config.segment_length
+        first = 0 if model.config.memory_layers else max(0, done - reach)
+        with torch.no_grad(), without_outputs(model.model.layers[-1]):
+            memory = model.model(ids[:, first:done]).memory
         ids, labels = ids[:, done:], labels[:, done:]
     return model(ids, labels=labels, memory=memory).loss
+
+
+@contextmanager
+def without_outputs(layer: torch.nn.Module) -> Iterator[None]:
+    """Let a layer keep its inputs as ever, and compute nothing of its own from them."""
+    parts = (layer.self_attn, layer.mlp)
+    for part in parts:
+        part.forward = lambda hidden_states, *_: hidden_states
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.forward
 
 
 @torch.no_grad()

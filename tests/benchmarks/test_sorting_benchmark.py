@@ -23,7 +23,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("sorting_benchmark", FOLDER / "sorting.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, value in {"LENGTH": 40, "SYMBOLS": 5, "SEGMENT": 16, "BATCH": 2, "EVALUATED": 4}.items():
+    for name, value in {"LENGTH": 100, "SYMBOLS": 5, "SEGMENT": 16, "BATCH": 2, "EVALUATED": 4}.items():
         monkeypatch.setattr(module, name, value)
     return module
 
@@ -32,7 +32,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_segments_without_labels_need_no_gradient(benchmark: ModuleType, variant: str) -> None:
     torch.manual_seed(0)
     model = InfiniteFormerForCausalLM(benchmark.config(variant, {"hidden_size": 16, "num_samples": 64})).train()
-    batch = sorting(3, length=40, num_symbols=5).with_format("torch")[:]
+    batch = sorting(3, length=100, num_symbols=5).with_format("torch")[:]
     whole = model(batch["input_ids"], labels=batch["labels"]).loss
     expected = torch.autograd.grad(whole, list(model.parameters()))
     short = benchmark.loss_of(model, batch["input_ids"], batch["labels"])
