@@ -1,10 +1,10 @@
 """What does a long-term memory buy a language model that exists, and what does it cost?
 
-A small byte-level Llama is trained with a window of 256 bytes on long documents of Python's standard library. Then it
-is trained on for as many steps and bytes again: as it is; with a window twice as long; with a memory around it (plain
-and sticky), first the memory alone and then everything. All are scored on whole unseen documents, byte by byte, each
-byte in sight of at least half a window. `recall` asks where a memory must help: for facts stated once, beyond the
-window.
+A small Llama over a byte-level BPE is trained with a window of 256 tokens on long documents of Python's standard
+library. Then it is trained on, each time for as many steps and tokens: as it is; with a window twice as long; with a
+memory around it (plain and sticky), first the memory alone and then everything. All are scored on whole unseen
+documents, token by token, each in sight of at least half a window. `recall` asks where a memory must help: for facts
+stated once, beyond the window.
 
     python benchmarks/pretrained_memory.py text --seeds 0 1 2
     python benchmarks/pretrained_memory.py recall --seeds 0 1 2
@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from _report import RESULTS, origin, table, write
+from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 from hf_longmem import (
     LongTermMemoryConfig,
@@ -39,14 +40,10 @@ from hf_longmem import (
 from hf_longmem.data.synthetic import recall
 from hf_longmem.data.text import python_documents, split_documents, tokenize_documents
 
-WINDOW, BATCH = 256, 16  # a step is BATCH * WINDOW tokens in every arm
-MEMORIES: dict[str, dict[str, Any]] = {
-    "memory, plain": {},
-    "memory, sticky": {"sticky_memories": True},
-    "memory, uniform decay": {"memory_decay": "uniform", "uniform_segments": 16},
-}
-PAIRS, RECALL_LENGTH = 4, 1024
-RECALL = {"num_pairs": PAIRS, "num_keys": 16, "num_values": 16, "num_fillers": 16}
+MEMORIES: dict[str, dict[str, Any]] = {"memory, plain": {}, "memory, sticky": {"sticky_memories": True}}
+PIECES = 2048  # of the vocabulary
+FACTS = 4
+RECALL = {"num_keys": 16, "num_values": 16, "num_fillers": 16}
 
 
 def main() -> None:
@@ -59,9 +56,10 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--train_bytes", type=int, default=8_000_000, help="at most so many")
+    parser.add_argument("--train_tokens", type=int, default=4_000_000, help="at most so many")
     parser.add_argument("--documents", type=int, default=20, help="unseen documents that are scored")
-    parser.add_argument("--bytes", type=int, default=20_000, help="of each, at most; shorter than half: left out")
+    parser.add_argument("--characters", type=int, default=20_000, help="of each; shorter than half: left out")
+    parser.add_argument("--facts", type=int, default=FACTS, help="of recall")
     parser.add_argument("--runs", type=Path, default=RESULTS / "pretrained-memory-runs.jsonl")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--label", default="", help="for the report's title, as in 'trial'")
@@ -73,6 +71,8 @@ def main() -> None:
     for seed in given.seeds:
         task = Recall(given, seed) if given.action == "recall" else Text(given, seed)
         settings = {name: getattr(given, name) for name in ("steps", "extra", "hidden_size", "layers", "learning_rate")}
+        if given.action == "recall":
+            settings["facts"] = given.facts
         run = {"task": given.action, "seed": seed, "settings": settings, "arms": measure(task, given)}
         given.runs.parent.mkdir(parents=True, exist_ok=True)
         with given.runs.open("a", encoding="utf-8") as file:
@@ -80,77 +80,93 @@ def main() -> None:
 
 
 class Text:
-    """Predict the bytes of whole documents; lower is better."""
+    """Predict whole documents; lower is better."""
 
-    unit, vocab_size, long_window = "bits per byte", 384, True
+    unit, vocab_size, long_window = "bits per byte", PIECES, True
+    window, batch = 256, 16
+    memory: dict[str, Any] = {}
 
     def __init__(self, given: argparse.Namespace, seed: int) -> None:
-        long = python_documents().filter(lambda document: len(document["text"]) >= given.bytes // 2)
+        long = python_documents().filter(lambda document: len(document["text"]) >= given.characters // 2)
         documents = split_documents(long, 0.1)
-        train = tokenize_documents(documents["train"], ByT5Tokenizer(), max_tokens=given.train_bytes, seed=seed)
-        self.documents = [torch.from_numpy(ids.astype("int64")) for ids in train if len(ids) > 4 * WINDOW]
+        pieces = ByteLevelBPETokenizer()
+        pieces.train_from_iterator(documents["train"]["text"], vocab_size=PIECES, show_progress=False)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces)
+        train = tokenize_documents(documents["train"], tokenizer, max_tokens=given.train_tokens, seed=seed)
+        self.documents = [torch.from_numpy(ids.astype("int64")) for ids in train if len(ids) > self.window]
         self.tokens = torch.cat(self.documents)
         unseen = documents["held_out"].select(range(min(given.documents, len(documents["held_out"]))))
-        ids = tokenize_documents(unseen, ByT5Tokenizer())
-        self.unseen = [torch.from_numpy(document[: given.bytes].astype("int64")) for document in ids]
+        unseen = unseen.map(lambda document: {"text": document["text"][: given.characters]})
+        self.unseen = [torch.from_numpy(ids.astype("int64")) for ids in tokenize_documents(unseen, tokenizer)]
+        # A document's first token is given.
+        self.num_bytes = sum(len(text.encode()) for text in unseen["text"])
+        self.num_bytes -= sum(len(tokenizer.decode(ids[:1]).encode()) for ids in self.unseen)
         self.generator = torch.Generator().manual_seed(seed)
 
     def batches(self, length: int) -> Iterator[dict[str, Tensor]]:
         """Random stretches of the text, as long as a model's window."""
         while True:
-            starts = torch.randint(len(self.tokens) - length, (BATCH * WINDOW // length,), generator=self.generator)
+            rows = self.batch * self.window // length
+            starts = torch.randint(len(self.tokens) - length, (rows,), generator=self.generator)
             ids = self.tokens[starts[:, None] + torch.arange(length)]
             yield {"input_ids": ids, "labels": ids}
 
     def streams(self) -> Iterator[dict[str, Any]]:
-        """Documents from their start, in pieces that go on from each other, as many bytes a batch."""
-        rows, length = BATCH // 4, 4 * WINDOW
-        left: list[Tensor] = [self.tokens[:0]] * rows
+        """Documents from their start, in pieces that go on from each other, as many tokens a batch."""
+        left: list[Tensor] = [self.tokens[:0]] * self.batch
         while True:
-            reset = torch.tensor([len(ids) < length for ids in left])
+            reset = torch.tensor([len(ids) < self.window for ids in left])
             for row in reset.nonzero().flatten().tolist():
                 left[row] = self.documents[int(torch.randint(len(self.documents), (), generator=self.generator))]
-            ids = torch.stack([ids[:length] for ids in left])
-            left = [ids[length:] for ids in left]
+            ids = torch.stack([ids[: self.window] for ids in left])
+            left = [ids[self.window :] for ids in left]
             yield {"input_ids": ids, "labels": ids, "reset_memory": reset}
 
     def score(self, model: Any) -> float:
         """Mean over all bytes of all unseen documents."""
         found = [streaming_perplexity(model, ids, progress=False) for ids in self.unseen]
-        nll = sum(part.mean_nll * part.num_tokens for part in found)
-        return nll / sum(part.num_tokens for part in found) / math.log(2)
+        return sum(part.mean_nll * part.num_tokens for part in found) / self.num_bytes / math.log(2)
 
 
 class Recall:
     """Answer what was stated beyond the window; higher is better. The model knows the task from within its window."""
 
     unit, vocab_size, long_window = "percent right", 64, False
+    window, batch, length = 64, 32, 256
+    # Without gradients into what was written, nothing would learn to write facts.
+    memory: dict[str, Any] = {"bptt_segments": 8}
 
     def __init__(self, given: argparse.Namespace, seed: int) -> None:
+        self.facts = {"num_pairs": given.facts} | RECALL
         self.generator = torch.Generator().manual_seed(seed)
-        self.unseen = recall(200, length=RECALL_LENGTH, **RECALL, generator=seed + 1_000_003).with_format("torch")[:]
+        self.unseen, self.near = (
+            recall(500, length=length, **self.facts, generator=seed + 1_000_003).with_format("torch")[:]
+            for length in (self.length, self.window // 2)
+        )
 
     def batches(self, length: int) -> Iterator[dict[str, Tensor]]:
-        """Facts and questions within the window."""
+        """Facts and questions within the window, near and far."""
         while True:
-            yield recall(BATCH, length=length, **RECALL, generator=self.generator).with_format("torch")[:]
+            chosen = int(torch.randint(5 * self.facts["num_pairs"], length + 1, (), generator=self.generator))
+            rows = self.batch * self.window // chosen
+            yield recall(rows, length=chosen, **self.facts, generator=self.generator).with_format("torch")[:]
 
     def streams(self) -> Iterator[dict[str, Any]]:
         """Facts and questions beyond it, as many tokens a batch."""
-        rows = BATCH * WINDOW // RECALL_LENGTH
+        rows = self.batch * self.window // self.length
         while True:
-            data = recall(rows, length=RECALL_LENGTH, **RECALL, generator=self.generator)
+            data = recall(rows, length=self.length, **self.facts, generator=self.generator)
             yield data.with_format("torch")[:] | {"reset_memory": torch.ones(rows, dtype=torch.bool)}
 
     @torch.no_grad()
-    def score(self, model: Any) -> float:
-        """Percent of the answers predicted right."""
-        ids, labels = self.unseen["input_ids"], self.unseen["labels"][:, 1:]
-        last = 3 * PAIRS + 1
+    def score(self, model: Any, near: bool = False) -> float:
+        """Percent of the answers predicted right, of facts beyond the window or within it."""
+        data = self.near if near else self.unseen
+        ids, labels = data["input_ids"], data["labels"][:, 1:]
         right = 0
-        for part, answers in zip(ids.split(20), labels.split(20), strict=True):
-            guesses = model(part, use_cache=False, logits_to_keep=last).logits[:, :-1].argmax(dim=-1)
-            right += int((guesses == answers[:, -last + 1 :]).sum())
+        for part, answers in zip(ids.split(50), labels.split(50), strict=True):
+            guesses = model(part, use_cache=False).logits[:, :-1].argmax(dim=-1)
+            right += int((guesses == answers).sum())
         return 100 * right / int((labels != -100).sum())
 
 
@@ -162,14 +178,14 @@ def measure(task: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     config = LlamaConfig(
         vocab_size=task.vocab_size,
         intermediate_size=3 * given.hidden_size,
-        max_position_embeddings=2 * WINDOW,
+        max_position_embeddings=2 * task.window,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         **sizes,
     )
     base = LlamaForCausalLM(config)
-    fit(base, task.batches(WINDOW), given.steps, torch.optim.AdamW(base.parameters(), given.learning_rate))
+    fit(base, task.batches(task.window), given.steps, torch.optim.AdamW(base.parameters(), given.learning_rate))
     arms = []
 
     def add(name: str, model: Any, seconds: float) -> None:
@@ -183,15 +199,18 @@ def measure(task: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
         print(json.dumps(arms[-1]), flush=True)
 
     # A memory that was never trained says nothing: what is scored is the model, in sight of its window.
-    add("base", around(base), 0.0)
-    for name, window in [("base, trained on", WINDOW), ("base, trained on with twice the window", 2 * WINDOW)]:
-        if window == WINDOW or task.long_window:
+    add("base", around(base, task.window), 0.0)
+    if not task.long_window:
+        arms[0]["near"] = task.score(base, near=True)
+    windows = {"base, trained on": task.window, "base, trained on with twice the window": 2 * task.window}
+    for name, window in windows.items():
+        if window == task.window or task.long_window:
             model = copy.deepcopy(base)
             optimizer = torch.optim.AdamW(model.parameters(), given.learning_rate / 3)
             seconds = fit(model, task.batches(window), given.extra, optimizer)
             add(name, around(model, window), seconds)
     for name, settings in MEMORIES.items():
-        model = around(base, **settings)
+        model = around(base, task.window, **task.memory, **settings)
         seconds = 0.0
         for train, rate in (("memory", given.learning_rate), ("all", given.learning_rate / 3)):
             set_trainable(model, train)
@@ -201,9 +220,9 @@ def measure(task: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     return arms
 
 
-def around(base: Any, window: int | None = None, **settings: Any) -> Any:
+def around(base: Any, window: int, **settings: Any) -> Any:
     """A memory around a copy of the model, whose blocks are half new and half seen before."""
-    half = (window or WINDOW) // 2
+    half = window // 2
     memory = {"segment_length": half, "window_length": half, "num_basis": 64, "memory_kl_weight": 0.0}
     return add_long_term_memory(copy.deepcopy(base), LongTermMemoryConfig(**(memory | settings)))
 
@@ -255,15 +274,23 @@ def report(runs: list[dict[str, Any]], label: str) -> str:
             header = ["arm", task.unit, "by seed", "parameters", "CPU seconds of training", "of scoring"]
             said = ", ".join(f"{key} {value}" for key, value in settings.items())
             sections.append(f"## {task.__name__}: {said}\n\n{table(header, rows)}")
+            if "near" in chosen[0][0]:
+                near = ", ".join(f"{arms[0]['near']:.1f}" for arms in chosen)
+                sections.append(f"Facts within the window the base answers: {near} percent right.")
     return "\n\n".join(sections) + "\n"
 
 
-_PREFACE = f"""A byte-level Llama with a window of {WINDOW}, and the same trained on for `extra` steps of
-{BATCH * WINDOW} tokens: as it is, with twice the window, with a memory around it. Every arm but "twice" sees at most
-{WINDOW} tokens at once: a block is {WINDOW // 2} new ones and the {WINDOW // 2} before. AdamW, cosine; the memory's
-learning rate is the model's first one, the model's a third of it. Text: bits per byte of whole unseen documents
-of Python's library. Recall: percent of {PAIRS} answers about facts stated {RECALL_LENGTH} tokens before
-(guessing {100 / RECALL["num_values"]:.1f})."""
+_PREFACE = f"""A small Llama that sees a window, and the same trained on for `extra` steps: as it is, with twice the
+window, with a memory around it (half of the steps the memory alone, half everything), all with as many tokens a step.
+Every arm but "twice" sees at most a window at once: a block is half a window of new tokens and the half before. AdamW,
+cosine; the memory's learning rate is the model's first one, the model's a third of it.
+
+Text: bits per byte of whole unseen documents of Python's library; byte-level BPE of {PIECES} pieces, a window of
+{Text.window} tokens, {Text.batch * Text.window} tokens a step.
+
+Recall: percent of the answers about facts (a key and a value each) stated {Recall.length} tokens before, guessing has
+{100 / RECALL["num_values"]:.1f}; a window of {Recall.window}, {Recall.batch * Recall.window} tokens a step, gradients
+into what was written."""
 
 
 if __name__ == "__main__":
