@@ -76,8 +76,7 @@ class ShortTermAttention(nn.Module):
         key_places = torch.arange(first, first + k_BHSD.shape[2], device=places.device)
         if self.positions == "relative":
             distance = places[:, :, None] - key_places
-            scores_BHTS = self._distance_scores(q_BHTD, distance) * self.head_dim**-0.5
-            bias = scores_BHTS.masked_fill(~bias, float("-inf"))
+            bias = self._distance_scores(q_BHTD, distance).masked_fill_(~bias, float("-inf"))
             q_BHTD = q_BHTD + self.content_bias[:, None].to(q_BHTD.dtype)
         else:
             q_BHTD = rotate(q_BHTD, rotary_angles(places, self.head_dim, self.theta))
@@ -90,7 +89,8 @@ class ShortTermAttention(nn.Module):
         # Only the distances that occur are encoded; the furthest is that of the last place to the first key.
         encoded = sinusoids(distance.shape[-1], self.r_proj.in_features, theta=self.theta, device=q_BHTD.device)
         r_HSD = self._split_heads(self.r_proj(encoded.to(q_BHTD.dtype))[None])[0]
-        return relative_scores(q_BHTD + self.position_bias[:, None].to(q_BHTD.dtype), r_HSD, distance)
+        q_BHTD = (q_BHTD + self.position_bias[:, None].to(q_BHTD.dtype)) * self.head_dim**-0.5
+        return relative_scores(q_BHTD, r_HSD, distance)
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
