@@ -182,6 +182,7 @@ def main(rank: int, directory: Path) -> None:
             except Exception:
                 results[f"{name}-{steps}"] = traceback.format_exc()
             (directory / f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()  # none leaves while another may still be reading what it sent
     dist.destroy_process_group()
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from processes import Processes
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, Trainer, TrainingArguments
 
@@ -27,7 +25,6 @@ from hf_longmem import (
 
 Make = Callable[..., Any]
 PROGRAM = Path(__file__).parent / "data_parallel_program.py"
-TIMEOUT = 120  # seconds for both processes together; they need about 10 idle
 
 
 class Documents(Dataset):
@@ -190,23 +187,8 @@ def test_adapters_first_then_the_memory(base_model: Make, tokens: Make) -> None:
 
 
 def test_data_parallel_processes_equal_one_with_both_batches(tmp_path: Path) -> None:
-    logs = [(tmp_path / f"{rank}.log").open("w") for rank in range(2)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([sys.executable, PROGRAM, str(rank), tmp_path], env=environment, stdout=log, stderr=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=TIMEOUT)
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
-    said = "\n".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
-    assert [process.returncode for process in processes] == [0, 0], said
-    for rank in range(2):
-        errors = torch.tensor([float(word) for word in (tmp_path / f"{rank}.txt").read_text().split()])
+    with Processes(PROGRAM, "distances", tmp_path / "processes", world_size=2) as processes:
+        results = processes.results()
+    for errors in results:
         assert len(errors) == 4
-        assert errors.max() < 1e-9
+        assert max(errors) < 1e-9
