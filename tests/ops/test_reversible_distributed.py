@@ -1,23 +1,18 @@
 """Reversible blocks on two gloo processes: gradients equal plain autograd's on the joint batch in one process.
 
-This file is also the program that the two processes run: ``python test_reversible_distributed.py RANK DIRECTORY``.
+This file is also the program that the two processes run, from `measure`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import Processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -171,9 +166,8 @@ SETTINGS: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def main(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=WORLD)
+def measure() -> dict[str, float | str]:
+    rank = dist.get_rank()
     results: dict[str, float | str] = {}
     for name, setting in SETTINGS.items():
         for steps in (1, MICRO_BATCHES):
@@ -181,35 +175,15 @@ def main(rank: int, directory: Path) -> None:
                 results[f"{name}-{steps}"] = setting(rank, steps)
             except Exception:
                 results[f"{name}-{steps}"] = traceback.format_exc()
-            (directory / f"{rank}.json").write_text(json.dumps(results))
-    dist.barrier()  # none leaves while another may still be reading what it sent
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float | str]]:
     """What each of the two processes measured."""
-    directory = tmp_path_factory.mktemp("gloo")
-    command = [sys.executable, __file__]
-    logs = [(directory / f"{rank}.log").open("w") for rank in range(WORLD)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(directory)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
-        )
-        for rank, log in enumerate(logs)
-    ]
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        for process in processes:
-            process.wait(timeout=max(1.0, deadline - time.monotonic()))
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
-    said = "\n".join((directory / f"{rank}.log").read_text() for rank in range(WORLD))
-    assert [process.returncode for process in processes] == [0] * WORLD, said
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    directory = tmp_path_factory.mktemp("gloo") / "processes"
+    with Processes(__file__, "measure", directory, world_size=WORLD) as processes:
+        return processes.results(TIMEOUT)
 
 
 @pytest.mark.parametrize("steps", [1, MICRO_BATCHES])
@@ -219,7 +193,3 @@ def test_two_processes_equal_the_joint_batch(results, setting, steps):
         error = of_rank[f"{setting}-{steps}"]
         assert not isinstance(error, str), error
         assert error < 1e-9
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
