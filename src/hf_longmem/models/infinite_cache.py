@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from hf_longmem._errors import complaint
-from hf_longmem.models.cache import RecurrentAttentionLayer, own_layers
 from hf_longmem.models.infinite_former.configuration_infinite_former import CACHE_LAYER_TYPE, InfiniteFormerConfig
 from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState
-from hf_longmem.models.memory_files import read_memory_file, write_memory_file
+from hf_longmem.models.memory_cache import MemoryCache, MemoryCacheLayer
+from hf_longmem.models.recurrent_cache import own_layers
 from hf_longmem.models.static_cache import refuse_static
 from hf_longmem.ops.continuous import MemoryState
 
-_FORMAT = "hf_longmem.infinite_former.1"
-# Two configs that agree in these can go on with each other's memory.
 _FINGERPRINT = (
     "hidden_size",
     "num_hidden_layers",
@@ -39,16 +34,16 @@ _FINGERPRINT = (
 )
 
 
-class InfiniteFormerCacheLayer(RecurrentAttentionLayer):
+class InfiniteFormerCacheLayer(MemoryCacheLayer):
     """One layer's short-term window and long-term memory, and how many tokens each row has read."""
 
     _layer_type = CACHE_LAYER_TYPE
+    model_type = InfiniteFormerConfig.model_type
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.state: LayerState | None = None
         self.seen_B: Tensor | None = None
-        self.length = 0
 
     def keep(self, seen_B: Tensor, state: LayerState, length: int) -> None:
         """Take the state after ``length`` more tokens, padding included."""
@@ -60,25 +55,10 @@ class InfiniteFormerCacheLayer(RecurrentAttentionLayer):
         """How many real tokens each row holds, ``[B]``; None before the first."""
         return self.seen_B
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: the model fills its cache itself."""
-        rule = "the cache of an infinite_former model is filled by the model only"
-        raise NotImplementedError(complaint(rule, "update(keys, values)", "use the model that the cache was made for"))
-
-    def get_seq_length(self) -> int:
-        """Tokens so far, padding included."""
-        return self.length
-
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.seen_B, self.length = None, 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove nothing (0), or raise: a memory cannot be unwritten."""
-        if tokens_to_remove:
-            rule = "the cache of an infinite_former model cannot be shortened"
-            raise ValueError(complaint(rule, f"crop({tokens_to_remove})", "keep a copy, or start from an empty cache"))
+        self.seen_B = None
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None and self.seen_B is not None:
@@ -88,82 +68,43 @@ class InfiniteFormerCacheLayer(RecurrentAttentionLayer):
 refuse_static(CACHE_LAYER_TYPE)
 
 
-class InfiniteFormerCache(DynamicCache):
+class InfiniteFormerCache(MemoryCache):
     """What an `infinite_former` model remembers; of the same size however long the document.
 
     Args:
         config: the model's config.
     """
 
-    def __init__(self, config: InfiniteFormerConfig) -> None:
-        super().__init__(config=config)
-        self.fingerprint = _fingerprint(config)
+    file_format = "hf_longmem.infinite_former.1"
 
-    @property
-    def seen(self) -> Tensor | None:
-        """How many real tokens each row has read, ``[B]``; None before the first."""
-        return self.layers[0].seen()  # type: ignore[union-attr]
+    @staticmethod
+    def _settings(config: InfiniteFormerConfig) -> dict[str, Any]:
+        return {name: getattr(config, name) for name in _FINGERPRINT}
 
-    def reset(self, rows: Tensor | None = None) -> None:
-        """Make the rows that ``rows`` (bool ``[B]``) says as new, bit for bit; by default forget everything."""
-        if rows is None:
-            super().reset()
-        elif (memory := remembered(self)) is not None:
-            _set(self, memory.reset(rows))
+    def _remembered(self) -> InfiniteFormerMemory | None:
+        return remembered(self)
 
-    def reorder(self, rows: Tensor) -> None:
-        """Make row i what row ``rows[i]`` was."""
-        self.reorder_cache(rows)  # type: ignore[arg-type]
+    def _keep(self, memory: InfiniteFormerMemory, length: int = 0) -> None:
+        keep(self, memory, length)
 
-    def select(self, rows: Tensor) -> None:
-        """Keep the rows ``rows``, in their order."""
-        self.batch_select_indices(rows)
-
-    def repeat(self, repeats: int) -> None:
-        """Repeat each row, as for several continuations of one document."""
-        self.batch_repeat_interleave(repeats)
-
-    def to(self, device: torch.device | str) -> InfiniteFormerCache:
-        """Move to a device."""
-        if (memory := remembered(self)) is not None:
-            layers = tuple(layer.map(lambda tensor: tensor.to(device)) for layer in memory.layers)
-            _set(self, InfiniteFormerMemory(memory.seen_B, layers))
-        return self
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to a safetensors file; never leaves a half-written one.
-
-        Raises:
-            ValueError: there is nothing to save yet.
-        """
-        memory = remembered(self)
-        if memory is None:
-            raise ValueError(
-                complaint("a cache must hold something to be saved", "an empty one", "run the model first")
-            )
+    @staticmethod
+    def _stored(memory: InfiniteFormerMemory) -> dict[str, Tensor]:
         tensors = {"seen": memory.seen_B}
         for index, layer in enumerate(memory.layers):
-            tensors |= {f"layers.{index}.{name}": part for name, part in _stored(layer).items()}
-        write_memory_file(path, _FORMAT, tensors, self.fingerprint, self.get_seq_length())
+            tensors |= {f"layers.{index}.{name}": part for name, part in _parts(layer).items()}
+        return tensors
 
-    @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], config: InfiniteFormerConfig, device: torch.device | str = "cpu"
-    ) -> InfiniteFormerCache:
-        """Read what `save` wrote.
-
-        Raises:
-            OSError: the file is missing, truncated or corrupt.
-            ValueError: it is no memory, one of another config, or holds NaN or infinity.
-        """
-        cache = cls(config)
-        tensors, length = read_memory_file(path, _FORMAT, cache.fingerprint, config.model_type)
+    @staticmethod
+    def _restored(tensors: dict[str, Tensor], config: InfiniteFormerConfig) -> InfiniteFormerMemory:
         layers = []
         for index in range(config.num_hidden_layers):
             prefix = f"layers.{index}."
-            layers.append(_restored({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}))
-        keep(cache, InfiniteFormerMemory(tensors["seen"], tuple(layers)), length)
-        return cache.to(device)
+            parts = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
+            memory = None
+            if "coefficients" in parts:
+                memory = MemoryState(parts["coefficients"], parts["segments"], parts["histogram"])
+            layers.append(LayerState(parts["inputs"], parts.get("keys"), parts.get("values"), memory))
+        return InfiniteFormerMemory(tensors["seen"], tuple(layers))
 
 
 def keep(cache: Cache, memory: InfiniteFormerMemory, length: int) -> None:
@@ -193,22 +134,12 @@ def check_cache(cache: Cache, config: InfiniteFormerConfig) -> InfiniteFormerMem
         received = f"a layer of type {foreign[0]}" if foreign else f"a {type(cache).__name__} of {len(layers)} layers"
         fix = "use InfiniteFormerCache(model.config)"
         raise ValueError(complaint("the cache must be made for this model", received, fix))
-    if isinstance(cache, InfiniteFormerCache) and cache.fingerprint != _fingerprint(config):
-        rule = "the cache must come from a model of this config"
-        raise ValueError(complaint(rule, "one of another config", "use InfiniteFormerCache(model.config)"))
+    if isinstance(cache, InfiniteFormerCache):
+        cache.check_config(config)
     return remembered(cache)
 
 
-def _set(cache: Cache, memory: InfiniteFormerMemory) -> None:
-    keep(cache, memory, 0)
-
-
-def _fingerprint(config: InfiniteFormerConfig) -> dict[str, Any]:
-    # Through json, so that one that was saved compares equal.
-    return json.loads(json.dumps({name: getattr(config, name) for name in _FINGERPRINT}))
-
-
-def _stored(layer: LayerState) -> dict[str, Tensor]:
+def _parts(layer: LayerState) -> dict[str, Tensor]:
     parts = {"inputs": layer.inputs_BSE}
     if layer.keys_BSE is not None and layer.values_BSE is not None:
         parts |= {"keys": layer.keys_BSE, "values": layer.values_BSE}
@@ -216,13 +147,6 @@ def _stored(layer: LayerState) -> dict[str, Tensor]:
         coefficients_BNE, segments_B, histogram_BK = layer.memory
         parts |= {"coefficients": coefficients_BNE, "segments": segments_B, "histogram": histogram_BK}
     return parts
-
-
-def _restored(parts: dict[str, Tensor]) -> LayerState:
-    memory = None
-    if "coefficients" in parts:
-        memory = MemoryState(parts["coefficients"], parts["segments"], parts["histogram"])
-    return LayerState(parts["inputs"], parts.get("keys"), parts.get("values"), memory)
 
 
 __all__ = ["InfiniteFormerCache", "InfiniteFormerCacheLayer"]

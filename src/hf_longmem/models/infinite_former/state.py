@@ -1,19 +1,16 @@
-"""What an infinity-former remembers between calls: pure values, whose first axis is the batch.
-
-They are no tuples: Trainer would rebuild those from a generator, and what casts a module's inputs would round memories.
-"""
+"""What an infinity-former remembers between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hf_longmem._errors import complaint
 from hf_longmem.layers.continuous_attention import MemoryProjection
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
+from hf_longmem.models.row_memory import RowMemory
 from hf_longmem.ops.continuous import MemoryState
 
 
@@ -43,39 +40,17 @@ class LayerState:
 
 
 @dataclass(frozen=True)
-class InfiniteFormerMemory:
+class InfiniteFormerMemory(RowMemory):
     """What a model remembers of each row: give it back as ``memory`` to go on where the call ended.
 
-    seen_B: how many real tokens each row has read, int64, on the CPU.
     layers: the layers' states.
     """
 
-    seen_B: Tensor
     layers: tuple[LayerState, ...]
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> InfiniteFormerMemory:
         """Put every tensor through ``change``, which may choose, repeat or move rows."""
         return InfiniteFormerMemory(change(self.seen_B), tuple(layer.map(change) for layer in self.layers))
-
-    def detach(self) -> InfiniteFormerMemory:
-        """Cut it from the graph that made it."""
-        return self.map_rows(lambda tensor: tensor.detach())
-
-    def reset(self, rows_B: Tensor) -> InfiniteFormerMemory:
-        """Make the chosen rows as new, bit for bit.
-
-        Args:
-            rows_B: which rows, bool or 0 and 1 ``[B]``.
-
-        Raises:
-            ValueError: not one value for each row.
-        """
-        rows = len(self.seen_B)
-        if rows_B.shape != (rows,):
-            rule = f"reset_memory must hold one bool for each of the {rows} rows"
-            raise ValueError(complaint(rule, f"shape {tuple(rows_B.shape)}", f"use a bool tensor [{rows}]"))
-        # Everything that a row which has read nothing remembers is zero.
-        return self.map_rows(lambda tensor: _zero_rows(tensor, rows_B))
 
 
 def check_memory(memory: InfiniteFormerMemory, config: InfiniteFormerConfig, rows: int) -> None:
@@ -95,8 +70,3 @@ def check_memory(memory: InfiniteFormerMemory, config: InfiniteFormerConfig, row
     if not fits:
         received = f"{len(memory.layers)} layers {shapes}, memories {basis} in layers {having}"
         raise ValueError(complaint("what is remembered must come from a model of this config", received, "start anew"))
-
-
-def _zero_rows(tensor: Tensor, rows_B: Tensor) -> Tensor:
-    chosen = rows_B.to(tensor.device, torch.bool).view(-1, *[1] * (tensor.dim() - 1))
-    return torch.where(chosen, torch.zeros_like(tensor), tensor)

@@ -1,27 +1,23 @@
-"""What a model with a long-term memory around it remembers between calls: pure values, whose first axis is the batch.
-
-They are no tuples: Trainer would rebuild those from a generator, and what casts a module's inputs would round memories.
-"""
+"""What a model with a long-term memory around it remembers between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from hf_longmem._errors import complaint
 from hf_longmem.layers.continuous_attention import MemoryProjection
 from hf_longmem.models.memory_augmented.configuration_memory_augmented import MemoryAugmentedConfig
+from hf_longmem.models.row_memory import RowMemory
 from hf_longmem.ops.continuous import MemoryState
 
 
 @dataclass(frozen=True)
-class MemoryAugmentedState:
-    """Give it back as ``memory`` to go on where the call ended.
+class MemoryAugmentedState(RowMemory):
+    """What a model remembers of each row: give it back as ``memory`` to go on where the call ended.
 
-    seen_B: how many real tokens each row has read, int64, on the CPU.
     window: token ids ``[B, S]``, or embeddings ``[B, S, E]`` where those were given: the ``window_length`` tokens
         before the segment, then the segment's own so far.
     inputs: of each layer with a memory, what it will write of the segment ``[B, S, E]``.
@@ -29,7 +25,6 @@ class MemoryAugmentedState:
     projections: these as attention heads see them, kept until the next write while gradients are off; else empty.
     """
 
-    seen_B: Tensor
     window: Tensor
     inputs: tuple[Tensor, ...]
     memories: tuple[MemoryState, ...]
@@ -45,31 +40,10 @@ class MemoryAugmentedState:
             tuple(MemoryProjection(*map(change, projection)) for projection in self.projections),
         )
 
-    def detach(self) -> MemoryAugmentedState:
-        """Cut it from the graph that made it."""
-        return self.map_rows(lambda tensor: tensor.detach())
-
     def reset(self, rows_B: Tensor) -> MemoryAugmentedState:
-        """Make the chosen rows as new, bit for bit.
-
-        Args:
-            rows_B: which rows, bool or 0 and 1 ``[B]``.
-
-        Raises:
-            ValueError: not one value for each row.
-        """
-        rows = len(self.seen_B)
-        if rows_B.shape != (rows,):
-            rule = f"reset_memory must hold one bool for each of the {rows} rows"
-            raise ValueError(complaint(rule, f"shape {tuple(rows_B.shape)}", f"use a bool tensor [{rows}]"))
-        # Everything that a row which has read nothing remembers is zero; its projection is not, but is not read.
-        emptied = self.map_rows(lambda tensor: _zero_rows(tensor, rows_B))
-        return replace(emptied, projections=())
-
-    def to(self, device: torch.device | str) -> MemoryAugmentedState:
-        """Move to a device."""
-        moved = self.map_rows(lambda tensor: tensor.to(device))
-        return replace(moved, seen_B=self.seen_B.cpu())
+        """Make the chosen rows as new, bit for bit, see `RowMemory.reset`."""
+        # The projection of a row which has read nothing is not zero, but is not read.
+        return replace(super().reset(rows_B), projections=())
 
 
 def check_state(state: MemoryAugmentedState, config: MemoryAugmentedConfig, rows: int) -> None:
@@ -84,11 +58,6 @@ def check_state(state: MemoryAugmentedState, config: MemoryAugmentedConfig, rows
     if len(state.memories) != layers or shapes != {expected} or state.window.shape[1] < memory.window_length:  # type: ignore[operator]
         received = f"{len(state.memories)} memories {shapes} and {state.window.shape[1]} tokens"
         raise ValueError(complaint("what is remembered must come from a model of this config", received, "start anew"))
-
-
-def _zero_rows(tensor: Tensor, rows_B: Tensor) -> Tensor:
-    chosen = rows_B.to(tensor.device, torch.bool).view(-1, *[1] * (tensor.dim() - 1))
-    return torch.where(chosen, torch.zeros_like(tensor), tensor)
 
 
 __all__ = ["MemoryAugmentedState", "check_state"]
