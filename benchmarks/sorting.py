@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,16 @@ from typing import Any
 import torch
 import yaml
 from _report import RESULTS, origin, table, write
+from torch import Tensor
 from transformers import get_wsd_schedule
 
 from hf_longmem import InfiniteFormerConfig, InfiniteFormerForCausalLM
 from hf_longmem.data.synthetic import sorting
+from hf_longmem.models.infinite_former.layer import InfiniteFormerLayer
 
 LENGTH, SYMBOLS, SEGMENT, BATCH = 1000, 20, 128, 8
 EVALUATED = 1000
-WARMUP, DECAYING = 100, 0.3  # steps; the part of them in which the learning rate falls
+WARMUP, DECAYING = 100, 0.5  # steps; the part of them in which the learning rate falls
 SHOWN_EVERY = 500
 VARIANTS: dict[str, dict[str, Any]] = {
     # Without memories the feed-forward part is wider, so that all variants have about as many parameters.
@@ -149,35 +151,78 @@ def train(model: InfiniteFormerForCausalLM, seed: int, steps: int, learning_rate
     return curve
 
 
-def loss_of(model: InfiniteFormerForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(model: InfiniteFormerForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
     """The training loss, and its gradients, of whole sequences.
 
     With `bptt_segments` = 1 no gradient enters a segment from a later one, and all labels lie in the last: those before
-    only need to be remembered. A layer remembers what it is given, so that the last one need not compute there; and
-    without a memory, nothing that is further back than layers times windows is remembered.
+    only need to be remembered. A layer remembers what it is given, so that the last one computes only what predicts a
+    label; and without a memory, nothing that is further back than layers times windows is remembered.
     """
     done = LENGTH // model.config.segment_length * model.config.segment_length
-    memory = None
     if model.config.bptt_segments == 1:
         reach = model.config.num_hidden_layers * model.config.segment_length
         first = 0 if model.config.memory_layers else max(0, done - reach)
         with torch.no_grad(), without_outputs(model.model.layers[-1]):
             memory = model.model(ids[:, first:done]).memory
-        ids, labels = ids[:, done:], labels[:, done:]
-    return model(ids, labels=labels, memory=memory).loss
+        with only_last_outputs(model.model.layers[-1], SYMBOLS + 1):
+            return model(ids[:, done:], labels=labels[:, done:], memory=memory).loss
+    return model(ids, labels=labels).loss
 
 
 @contextmanager
-def without_outputs(layer: torch.nn.Module) -> Iterator[None]:
-    """Let a layer keep its inputs as ever, and compute nothing of its own from them."""
-    parts = (layer.self_attn, layer.mlp)
-    for part in parts:
-        part.forward = lambda hidden_states, *_: hidden_states
+def without_outputs(layer: InfiniteFormerLayer) -> Iterator[None]:
+    """Let a layer keep its inputs as ever, and compute nothing of its own from them but what decides what it keeps."""
+    changed = {layer.self_attn: lambda hidden_states, *_: hidden_states, layer.mlp: lambda hidden_states: hidden_states}
+    recall = layer.long_term_memory
+    if recall is not None and not recall.sticky:
+        changed[recall] = lambda hidden_states, _, memory, __: (hidden_states, memory, hidden_states[..., 0])
+    with forwards(changed):
+        yield
+
+
+@contextmanager
+def only_last_outputs(layer: InfiniteFormerLayer, kept: int) -> Iterator[None]:
+    """Let a layer keep its inputs as ever, and add to no tokens but the last ``kept`` of them."""
+    attend, feed = layer.self_attn.forward, layer.mlp.forward
+
+    def attended(
+        hidden_states: Tensor, keys: Tensor, values: Tensor, places: Tensor, first: int, mask: Tensor
+    ) -> Tensor:
+        last = (hidden_states[:, -kept:], keys, values, places[:, -kept:], first, mask[:, -kept:])
+        return behind_zeros(attend(*last), hidden_states)
+
+    def fed(hidden_states: Tensor) -> Tensor:
+        return behind_zeros(feed(hidden_states[:, -kept:]), hidden_states)
+
+    changed = {layer.self_attn: attended, layer.mlp: fed}
+    if layer.long_term_memory is not None:
+        recall = layer.long_term_memory.forward
+
+        def recalled(hidden_states: Tensor, projection: Any, memory: Any, _: None) -> tuple[Tensor, Any, Tensor]:
+            out_BTE, memory, divergence_BT = recall(hidden_states[:, -kept:], projection, memory)
+            divergence_BT = behind_zeros(divergence_BT[..., None], hidden_states).squeeze(-1)
+            return behind_zeros(out_BTE, hidden_states), memory, divergence_BT
+
+        changed[layer.long_term_memory] = recalled
+    with forwards(changed):
+        yield
+
+
+@contextmanager
+def forwards(changed: dict[torch.nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules other forwards for a while."""
+    for module, forward in changed.items():
+        module.forward = forward
     try:
         yield
     finally:
-        for part in parts:
-            del part.forward
+        for module in changed:
+            del module.forward
+
+
+def behind_zeros(some_BTE: Tensor, all_BTE: Tensor) -> Tensor:
+    """Put what was computed of the last tokens behind zeros for those before."""
+    return torch.nn.functional.pad(some_BTE, (0, 0, all_BTE.shape[1] - some_BTE.shape[1], 0))
 
 
 @torch.no_grad()

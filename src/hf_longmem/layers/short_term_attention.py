@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_longmem.layers.positions import rotary_angles, rotate
-from hf_longmem.ops.relative import relative_scores, sinusoids
+from hf_longmem.ops.relative import relative_scores, relative_scores_of_last, sinusoids
 
 
 class ShortTermAttention(nn.Module):
@@ -63,7 +63,8 @@ class ShortTermAttention(nn.Module):
         Args:
             hidden_states: the new tokens ``[B, T, E]``.
             keys, values: those of the window, the new tokens among them ``[B, S, H D]``.
-            places: where the new tokens stand in the window, integers ``[B or 1, T]``.
+            places: where the new tokens stand in the window, integers ``[B or 1, T]``; with one row, they are the last
+                of the keys.
             first: place of the first key.
             mask: bool ``[B or 1, T, S]``, which keys each query sees; at least one.
 
@@ -75,8 +76,9 @@ class ShortTermAttention(nn.Module):
         bias = mask[:, None]
         key_places = torch.arange(first, first + k_BHSD.shape[2], device=places.device)
         if self.positions == "relative":
-            distance = places[:, :, None] - key_places
-            bias = self._distance_scores(q_BHTD, distance).masked_fill_(~bias, float("-inf"))
+            distance = None if len(places) == 1 else places[:, :, None] - key_places
+            hidden = torch.where(bias, 0.0, float("-inf")).to(q_BHTD.dtype)
+            bias = self._distance_scores(q_BHTD, len(key_places), distance) + hidden
             q_BHTD = q_BHTD + self.content_bias[:, None].to(q_BHTD.dtype)
         else:
             q_BHTD = rotate(q_BHTD, rotary_angles(places, self.head_dim, self.theta))
@@ -85,11 +87,13 @@ class ShortTermAttention(nn.Module):
         out_BHTD = nn.functional.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=bias, dropout_p=dropout)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
 
-    def _distance_scores(self, q_BHTD: Tensor, distance: Tensor) -> Tensor:
+    def _distance_scores(self, q_BHTD: Tensor, num_keys: int, distance: Tensor | None) -> Tensor:
         # Only the distances that occur are encoded; the furthest is that of the last place to the first key.
-        encoded = sinusoids(distance.shape[-1], self.r_proj.in_features, theta=self.theta, device=q_BHTD.device)
+        encoded = sinusoids(num_keys, self.r_proj.in_features, theta=self.theta, device=q_BHTD.device)
         r_HSD = self._split_heads(self.r_proj(encoded.to(q_BHTD.dtype))[None])[0]
         q_BHTD = (q_BHTD + self.position_bias[:, None].to(q_BHTD.dtype)) * self.head_dim**-0.5
+        if distance is None:
+            return relative_scores_of_last(q_BHTD, r_HSD)
         return relative_scores(q_BHTD, r_HSD, distance)
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:

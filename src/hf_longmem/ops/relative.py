@@ -46,3 +46,25 @@ def relative_scores(q_BHTD: Tensor, r_HSD: Tensor, distance_XTS: Tensor) -> Tens
     scores_BHTS = q_BHTD @ r_HSD.mT
     index = distance_XTS.clamp(0, r_HSD.shape[1] - 1)[:, None].expand(*scores_BHTS.shape[:3], -1)
     return scores_BHTS.gather(-1, index)
+
+
+def relative_scores_of_last(q_BHTD: Tensor, r_HSD: Tensor) -> Tensor:
+    """Score distances where the queries are the last T of S keys: ``q_t . r_(S - T + t - s)``, nothing gathered.
+
+    From one query to the next all distances grow by one. So with the encodings in falling order, and one more of them
+    than keys, a query's scores end where the next one's begin, and the result is one stretch of memory.
+
+    Args:
+        q_BHTD: queries plus the head's bias v, not scaled.
+        r_HSD: projected encodings of the distances 0 .. S - 1 [H, S, D].
+
+    Returns:
+        [B, H, T, S]; for a query and the keys after it, which must be hidden anyway, finite numbers without meaning.
+
+    Source: Dai et al. 2019 (arXiv 1901.02860), appendix B.
+    """
+    num_queries, num_keys = q_BHTD.shape[2], r_HSD.shape[1]
+    falling_HXD = torch.nn.functional.pad(r_HSD.flip(1), (0, 0, 0, 1))
+    scores_BHX = (q_BHTD @ falling_HXD.mT).flatten(2)
+    first = num_queries - 1
+    return scores_BHX[..., first : first + num_queries * num_keys].unflatten(-1, (num_queries, num_keys))
