@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from importlib import resources
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_longmem.ops.continuous import GaussianBasis, RegressionSpec, memory_retention, naive
+from hf_longmem.ops.continuous import GaussianBasis, RegressionSpec, memory_retention, naive, reading_weights
 from hf_longmem.ops.continuous.retention import segment_edges
 
 
@@ -88,3 +89,42 @@ def test_impossible_probes_are_named() -> None:
         memory_retention(spec, 0.5, 0)
     with pytest.raises(ValueError, match="tau must lie strictly between"):
         memory_retention(spec, 1.0, 1)
+
+
+@pytest.mark.parametrize("num_basis", [64, 256])
+def test_the_table_of_weights_is_what_the_function_gives(num_basis: int) -> None:
+    text = resources.files("hf_longmem.ops.continuous").joinpath("README.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(f"| {num_basis}, ")]
+    rows = [row for row in rows if len(row) == 6]
+    assert len(rows) == 2
+    for sizes, widths, *spreads, kept in rows:
+        basis, length, samples = (int(size) for size in sizes.split(", "))
+        spec = RegressionSpec(GaussianBasis(basis, tuple(float(w) for w in widths.split(", "))), length, samples)
+        weights = reading_weights(spec, 0.75, 7, mu=0.5, variance=math.log(2))
+        relative = weights.std(dim=1, correction=0) / weights.mean(dim=1)
+        for age, spread in zip((0, 3, 6), spreads, strict=True):
+            assert relative[age].item() == pytest.approx(float(spread), rel=0.02, abs=0.006)
+        assert memory_retention(spec, 0.75, 24).kept() == int(kept)
+
+
+@pytest.mark.parametrize("decay", [0.6, "uniform"])
+def test_weights_are_those_of_single_tokens_written_and_read(decay: Any) -> None:
+    spec = RegressionSpec(GaussianBasis(24, (0.02, 0.06)), 8, 24)
+    tokens = torch.eye(5 * 8, dtype=torch.float64).view(5, 8, -1)
+    coefficients = None
+    for n, segment in enumerate(tokens):
+        tau = n / (n + 1) if decay == "uniform" and n else 0.6
+        coefficients = naive.write_memory(coefficients, segment, spec, tau)
+    assert coefficients is not None
+    mu, variance = torch.tensor(0.7, dtype=torch.float64), torch.tensor(0.09, dtype=torch.float64)
+    read = naive.expected_basis(mu, variance, spec.basis) @ coefficients
+    weights = reading_weights(spec, decay, 5, mu=0.7, variance=0.09)
+    torch.testing.assert_close(weights.flip(0).flatten(), read)
+
+
+def test_weights_need_a_segment_and_a_decay_that_exists() -> None:
+    spec = RegressionSpec(GaussianBasis(8, (0.1,)), 8, 16)
+    with pytest.raises(ValueError, match="num_segments must be at least 1"):
+        reading_weights(spec, 0.75, 0, mu=0.5, variance=0.1)
+    with pytest.raises(ValueError, match="tau"):
+        reading_weights(spec, 1.5, 2, mu=0.5, variance=0.1)

@@ -66,7 +66,8 @@ class InfiniteFormerConfig(PreTrainedConfig):
         short_term_window: how many tokens before its segment a token attends to directly; default ``segment_length``.
         memory_layers: indices of the layers that have a long-term memory, rising; default all, ``()`` for none.
         num_basis: N, basis functions of a memory.
-        basis_widths: their standard deviations, in units of the memory's length.
+        basis_widths: their standard deviations, in units of the memory's length; default the published two. One width,
+            ``(0.5 / num_basis,)``, is read more evenly and for longer; see ``hf_longmem/ops/continuous/README.md``.
         memory_ridge: lambda of the regression.
         num_samples: M, at how many points the past is sampled when it is contracted; default ``2 * num_basis``. More
             cost nothing unless the memory is sticky.

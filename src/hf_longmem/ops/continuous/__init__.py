@@ -32,7 +32,7 @@ from hf_longmem.ops.continuous.regression import (
     uniform_write_maps,
     write_maps,
 )
-from hf_longmem.ops.continuous.retention import Retention, memory_retention
+from hf_longmem.ops.continuous.retention import Retention, memory_retention, reading_weights
 
 __all__ = [
     "GaussianBasis",
@@ -56,6 +56,7 @@ __all__ = [
     "read_density_of_inputs",
     "read_memory",
     "read_values",
+    "reading_weights",
     "record_attention",
     "reset_memory",
     "ridge_regression",

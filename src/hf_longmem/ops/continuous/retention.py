@@ -1,4 +1,4 @@
-"""How well what was written some segments ago can still be read."""
+"""How well what was written some segments ago can still be read, and how evenly."""
 
 from __future__ import annotations
 
@@ -83,3 +83,45 @@ def memory_retention(
     gain_A, power_A = read_AA.diagonal().clone(), read_AA.square().sum(dim=1)
     fidelity_A = 1 - ((1 - gain_A).square() + power_A - gain_A.square())
     return Retention(gain_A, fidelity_A, gain_A / power_A.sqrt())
+
+
+def reading_weights(
+    spec: RegressionSpec, decay: float | Literal["uniform"], num_segments: int, *, mu: float, variance: float
+) -> Tensor:
+    """Tell how much each token counts in a read, ``E[x(t)] = sum_i w_i x_i`` for t ~ N(mu, sigma^2): writing is linear.
+
+    Even weights are what counting and averaging need. With widths of several times the distance between centres a
+    density as wide as the line weighs the tokens at its two ends many times the others, with both signs: it also
+    reads beyond the ends, where nothing holds the signal.
+
+    Args:
+        spec: the regression.
+        decay: a fixed tau in (0, 1), or ``"uniform"``.
+        num_segments: how many segments are written, at least 1; ages run from 0 to num_segments - 1.
+        mu, variance: mean and sigma^2 of the reading density, in units of the line and of its square.
+
+    Returns:
+        float64 [A, L], newest segment first, the tokens of each in their order.
+
+    Raises:
+        ValueError: no segment, or a decay that is neither ``"uniform"`` nor in (0, 1).
+
+    >>> from hf_longmem.ops.continuous import GaussianBasis
+    >>> def spread(*widths):
+    ...     spec = RegressionSpec(GaussianBasis(64, widths), segment_length=128, num_samples=128)
+    ...     newest = reading_weights(spec, 0.75, 7, mu=0.5, variance=0.69)[0]
+    ...     return round((newest.std() / newest.mean()).item(), 1)
+    >>> spread(0.01, 0.05), spread(0.008)
+    (2.6, 0.3)
+    """
+    if num_segments < 1:
+        raise ValueError(complaint("num_segments must be at least 1", num_segments, "use 24, say"))
+    decay_tau(decay, 1)
+    place, spread = torch.tensor(mu, dtype=torch.float64), torch.tensor(variance, dtype=torch.float64)
+    read_N = expected_basis(place, spread, *basis_parameters(spec.basis, dtype=torch.float64))
+    weights = []
+    for written in range(num_segments - 1, -1, -1):
+        maps = solve_write_maps(spec, decay_tau(decay, max(written, 1)))
+        weights.append((maps.new_LN if written else maps.first_LN) @ read_N)
+        read_N = read_N @ maps.carry
+    return torch.stack(weights)
