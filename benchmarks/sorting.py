@@ -4,7 +4,7 @@ The sorting task of the infinity-former paper (section 4.1) at a reduced size: 1
 frequencies drift, a separator, then the symbols by falling frequency, of which the model predicts each from those
 before it. It sees segments of 128 tokens and the 128 tokens before them; all else must come from the memory.
 
-    python benchmarks/sorting.py run fixed --seed 0 [--steps 3000] [--set num_samples=512]    # about 25 minutes
+    python benchmarks/sorting.py run fixed --seed 0 [--steps 5000] [--set num_samples=512]    # about 25 minutes
     python benchmarks/sorting.py report
 
 Each run adds a line to a file of runs, `report` makes the results' tables from it: runs of several hours in all can be
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("variant", nargs="?", choices=list(VARIANTS), default="fixed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--initial", choices=["torch", "config"], default="torch", help="see `initialise`")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other fields of the config")
