@@ -76,9 +76,8 @@ class ShortTermAttention(nn.Module):
         bias = mask[:, None]
         key_places = torch.arange(first, first + k_BHSD.shape[2], device=places.device)
         if self.positions == "relative":
-            distance = None if len(places) == 1 else places[:, :, None] - key_places
             hidden = torch.where(bias, 0.0, float("-inf")).to(q_BHTD.dtype)
-            bias = self._distance_scores(q_BHTD, len(key_places), distance) + hidden
+            bias = self._distance_scores(q_BHTD, places, key_places) + hidden
             q_BHTD = q_BHTD + self.content_bias[:, None].to(q_BHTD.dtype)
         else:
             q_BHTD = rotate(q_BHTD, rotary_angles(places, self.head_dim, self.theta))
@@ -87,14 +86,14 @@ class ShortTermAttention(nn.Module):
         out_BHTD = nn.functional.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=bias, dropout_p=dropout)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
 
-    def _distance_scores(self, q_BHTD: Tensor, num_keys: int, distance: Tensor | None) -> Tensor:
+    def _distance_scores(self, q_BHTD: Tensor, places: Tensor, key_places: Tensor) -> Tensor:
         # Only the distances that occur are encoded; the furthest is that of the last place to the first key.
-        encoded = sinusoids(num_keys, self.r_proj.in_features, theta=self.theta, device=q_BHTD.device)
+        encoded = sinusoids(len(key_places), self.r_proj.in_features, theta=self.theta, device=q_BHTD.device)
         r_HSD = self._split_heads(self.r_proj(encoded.to(q_BHTD.dtype))[None])[0]
         q_BHTD = (q_BHTD + self.position_bias[:, None].to(q_BHTD.dtype)) * self.head_dim**-0.5
-        if distance is None:
+        if len(places) == 1:
             return relative_scores_of_last(q_BHTD, r_HSD)
-        return relative_scores(q_BHTD, r_HSD, distance)
+        return relative_scores(q_BHTD, r_HSD, places[:, :, None] - key_places)
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)

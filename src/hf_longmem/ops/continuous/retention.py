@@ -67,16 +67,13 @@ def memory_retention(
     >>> memory_retention(spec, 0.5, 12).kept(), memory_retention(spec, "uniform", 12).kept()
     (5, 12)
     """
-    if num_segments < 1:
-        raise ValueError(complaint("num_segments must be at least 1", num_segments, "use 24, say"))
-    decay_tau(decay, 1)
+    _check_probe(decay, num_segments)
     centres_N, widths_N = basis_parameters(spec.basis, dtype=torch.float64)
     response_NA = torch.zeros(spec.basis.num_basis, num_segments, dtype=torch.float64)
     for written in range(num_segments):
-        maps = solve_write_maps(spec, decay_tau(decay, max(written, 1)))
-        if written:
-            response_NA = maps.carry @ response_NA
-        response_NA[:, num_segments - 1 - written] = (maps.new_LN if written else maps.first_LN).sum(dim=0)
+        carry_NN, regression_LN = _maps_of_write(spec, decay, written)
+        response_NA = carry_NN @ response_NA
+        response_NA[:, num_segments - 1 - written] = regression_LN.sum(dim=0)
     middle_A = segment_edges(decay, num_segments).mean(dim=1)
     read_AN = expected_basis(middle_A, torch.full_like(middle_A, read_variance), centres_N, widths_N)
     read_AA = read_AN @ response_NA
@@ -114,14 +111,24 @@ def reading_weights(
     >>> spread(0.01, 0.05), spread(0.008)
     (2.6, 0.3)
     """
-    if num_segments < 1:
-        raise ValueError(complaint("num_segments must be at least 1", num_segments, "use 24, say"))
-    decay_tau(decay, 1)
+    _check_probe(decay, num_segments)
     place, spread = torch.tensor(mu, dtype=torch.float64), torch.tensor(variance, dtype=torch.float64)
     read_N = expected_basis(place, spread, *basis_parameters(spec.basis, dtype=torch.float64))
     weights = []
     for written in range(num_segments - 1, -1, -1):
-        maps = solve_write_maps(spec, decay_tau(decay, max(written, 1)))
-        weights.append((maps.new_LN if written else maps.first_LN) @ read_N)
-        read_N = read_N @ maps.carry
+        carry_NN, regression_LN = _maps_of_write(spec, decay, written)
+        weights.append(regression_LN @ read_N)
+        read_N = read_N @ carry_NN
     return torch.stack(weights)
+
+
+def _check_probe(decay: float | Literal["uniform"], num_segments: int) -> None:
+    if num_segments < 1:
+        raise ValueError(complaint("num_segments must be at least 1", num_segments, "use 24, say"))
+    decay_tau(decay, 1)
+
+
+def _maps_of_write(spec: RegressionSpec, decay: float | Literal["uniform"], written: int) -> tuple[Tensor, Tensor]:
+    """Give what a write after ``written`` others does to the memory and to its segment."""
+    maps = solve_write_maps(spec, decay_tau(decay, max(written, 1)))
+    return maps.carry, maps.new_LN if written else maps.first_LN
