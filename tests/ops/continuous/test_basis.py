@@ -51,6 +51,13 @@ def test_basis_functions_are_densities(basis: GaussianBasis) -> None:
     assert (psi - naive.evaluate_basis(t, basis)).abs().max() < 1e-12
 
 
+def test_the_basis_can_be_differentiated_in_the_positions() -> None:
+    t = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    parameters = basis_parameters(BASES[1], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda t: evaluate_basis(t, *parameters), t)
+    assert torch.autograd.gradgradcheck(lambda t: evaluate_basis(t, *parameters), t)
+
+
 @FEW
 @given(mu=st.floats(0, 1), sigma=st.floats(1e-3, 0.7), which=st.sampled_from(BASES))
 def test_closed_form_is_the_integral(mu: float, sigma: float, which: GaussianBasis) -> None:

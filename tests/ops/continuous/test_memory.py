@@ -76,15 +76,17 @@ def test_rows_at_different_counts_each_follow_the_naive_twin(decay: Any) -> None
         assert state.segments_B[row] == count
 
 
-def test_sticky_writes_follow_the_naive_twin() -> None:
+@pytest.mark.parametrize("width", [3, 40], ids=["fewer numbers than samples", "more numbers than samples"])
+def test_sticky_writes_follow_the_naive_twin(width: int) -> None:
+    """The write multiplies in the order that is less work, which differs between the two widths."""
     maps = write_maps(SPEC, 0.75, sticky=True, dtype=torch.float64)
-    state = empty_memory(2, 10, 3, dtype=torch.float64)
+    state = empty_memory(2, 10, width, dtype=torch.float64)
     told: list[Tensor | None] = [None, None]
     for _ in range(4):
         mu, variance = torch.rand(2, 2, 4).double(), torch.rand(2, 2, 4).double() * 0.02 + 1e-3
         state = record_attention(state, mu, variance)
         positions = sticky_positions(state.histogram_BK, 7)
-        x = torch.randn(2, 5, 3, dtype=torch.float64)
+        x = torch.randn(2, 5, width, dtype=torch.float64)
         for row in range(2):
             histogram = naive.attention_histogram(mu[row], variance[row], 128)
             where = torch.tensor(naive.sticky_positions(histogram.tolist(), 7), dtype=torch.float64)

@@ -101,9 +101,10 @@ def evaluate_basis(positions: Tensor, centres_N: Tensor, widths_N: Tensor) -> Te
         psi [..., N] in the promoted type of the arguments; never less than ``e^-40`` of a function's peak (float64:
         ``e^-300``), see ``negligible_exponent``.
     """
-    distance = (positions.unsqueeze(-1) - centres_N) / widths_N
-    exponent = (-0.5 * distance.square()).clamp(min=negligible_exponent(distance.dtype))
-    return torch.exp(exponent) / (widths_N * math.sqrt(2 * math.pi))
+    psi = positions.unsqueeze(-1) - centres_N
+    # In place, which autograd sees through: allocating so large a table anew at each step costs more than the step.
+    psi = psi.div_(widths_N).square_().mul_(-0.5).clamp_(min=negligible_exponent(psi.dtype)).exp_()
+    return psi / (widths_N * math.sqrt(2 * math.pi))
 
 
 def negligible_exponent(dtype: torch.dtype) -> float:

@@ -119,15 +119,26 @@ def write_memory(
     old_BNE = state.coefficients_BNE
     with torch.autocast(old_BNE.device.type, enabled=False):
         x_BLE = x_BLE.to(old_BNE.dtype)
-        source = old_BNE if samples_BMN is None else samples_BMN.to(old_BNE.dtype) @ old_BNE
         # An empty row holds zeros, so that contracting it adds nothing to its first write.
         regression_BLN = torch.where((state.segments_B == 0)[:, None, None], maps.first_LN, maps.new_LN)
-        new_BNE = maps.carry @ source + regression_BLN.mT @ x_BLE
+        new_BNE = torch.baddbmm(_contract(old_BNE, maps.carry, samples_BMN), regression_BLN.mT, x_BLE)
     new = MemoryState(new_BNE, state.segments_B + 1, torch.zeros_like(state.histogram_BK))
     if write_B is None:
         return new
     _check_rows("write_B", write_B, state)
     return MemoryState(*(_choose(write_B, after, before) for after, before in zip(new, state, strict=True)))
+
+
+def _contract(old_BNE: Tensor, carry: Tensor, samples_BMN: Tensor | None) -> Tensor:
+    if samples_BMN is None:
+        return carry @ old_BNE
+    samples_BMN = samples_BMN.to(old_BNE.dtype)
+    _, num_samples, num_basis = samples_BMN.shape
+    width = old_BNE.shape[-1]
+    # Both orders are exact; which is less work depends on how wide a token is.
+    if num_basis * (num_samples + width) < 2 * num_samples * width:
+        return (carry @ samples_BMN) @ old_BNE
+    return carry @ (samples_BMN @ old_BNE)
 
 
 @torch.no_grad()
@@ -147,10 +158,11 @@ def record_attention(
     histogram_BK = state.histogram_BK
     edges = torch.linspace(0, 1, histogram_BK.shape[-1] + 1, dtype=histogram_BK.dtype, device=histogram_BK.device)
     mu_BHT1, std_BHT1 = mu_BHT.to(edges.dtype).unsqueeze(-1), variance_BHT.to(edges.dtype).sqrt().unsqueeze(-1)
-    below = 0.5 * torch.erf((edges - mu_BHT1) / (std_BHT1 * math.sqrt(2)))
+    # In place: a query has one number an edge, and the memory that each step would allocate costs more than its work.
+    below = (edges - mu_BHT1).div_(std_BHT1 * math.sqrt(2)).erf_()
     if query_mask_BT is not None:
-        below = torch.where(query_mask_BT[:, None, :, None], below, torch.zeros_like(below))
-    histogram_BK = histogram_BK + below.sum(dim=(1, 2)).diff(dim=-1)
+        below.masked_fill_(~query_mask_BT[:, None, :, None], 0.0)
+    histogram_BK = histogram_BK + 0.5 * below.sum(dim=(1, 2)).diff(dim=-1)
     return MemoryState(state.coefficients_BNE, state.segments_B, histogram_BK)
 
 
