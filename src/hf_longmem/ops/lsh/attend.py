@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_longmem._errors import complaint
 from hf_longmem.ops._blocks import LONELY, attend_blocks, attend_blocks_backward, seeded_generator, wide_dtype
 from hf_longmem.ops.documents import document_numbers
-from hf_longmem.ops.lsh.layout import BucketLayout, ChunkLayout, Layout, Tile
+from hf_longmem.ops.lsh.layout import Tile, candidate_layout
 from hf_longmem.ops.lsh.naive import KEY_NORM_EPSILON
 from hf_longmem.ops.lsh.sorting import Candidates, Merge, document_buckets, pad_tokens, sort_by_bucket
 
@@ -166,27 +166,6 @@ def _check(
         )
 
 
-def _layout(
-    order_BHRT: Tensor,
-    buckets_BHRT: Tensor,
-    mask_BT: Tensor | None,
-    documents_BT: Tensor | None,
-    chunk_length: int,
-    before: int,
-    after: int,
-    causal: bool,
-    candidates: str,
-    merge: str,
-) -> Layout:
-    once, length = merge == "union", order_BHRT.shape[-1]
-    # Places beyond the input hold nothing: without them a window wider than a short input costs no more than it.
-    if candidates == "bucket":
-        before, after = min(chunk_length * before, length), min(chunk_length * after, length)
-        return BucketLayout(order_BHRT, buckets_BHRT, mask_BT, before, after, once=once)
-    chunk_length = min(chunk_length, length)
-    return ChunkLayout(order_BHRT, mask_BT, documents_BT, chunk_length, before, after, causal=causal, once=once)
-
-
 def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
     """Per slot ``[key | value | 1]``, and the length that makes a key its query again; two empty slots at the end."""
     head_dim = qk_BHTD.shape[-1]
@@ -241,7 +220,7 @@ def attend_tiles(
     out_SD = qk_BHTD.new_zeros(slots + 2, head_dim, dtype=exact)
     lse_S = out_SD.new_zeros(slots + 2)
     if slots:
-        layout = _layout(
+        layout = candidate_layout(
             order_BHRT,
             buckets_BHRT,
             attention_mask,
@@ -337,7 +316,7 @@ def attend_tiles_backward(
     grad_q_SD = qk_BHTD.new_zeros(slots + 2, head_dim, dtype=exact)
     lonely_BHT1 = lse_BHT.isinf().unsqueeze(-1)
     if slots:
-        layout = _layout(
+        layout = candidate_layout(
             order_BHRT.long(),
             buckets_BHRT,
             attention_mask,

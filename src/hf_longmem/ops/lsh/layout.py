@@ -296,6 +296,28 @@ def _distance(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 Layout = BucketLayout | ChunkLayout
 
 
+def candidate_layout(
+    order_BHRT: Tensor,
+    buckets_BHRT: Tensor,
+    mask_BT: Tensor | None,
+    documents_BT: Tensor | None,
+    chunk_length: int,
+    before: int,
+    after: int,
+    causal: bool,
+    candidates: str,
+    merge: str,
+) -> Layout:
+    """Choose the layout of a candidate rule; the arguments are those of ``lsh_attention``, checked there."""
+    once, length = merge == "union", order_BHRT.shape[-1]
+    # Places beyond the input hold nothing: without them a window wider than a short input costs no more than it.
+    if candidates == "bucket":
+        before, after = min(chunk_length * before, length), min(chunk_length * after, length)
+        return BucketLayout(order_BHRT, buckets_BHRT, mask_BT, before, after, once=once)
+    chunk_length = min(chunk_length, length)
+    return ChunkLayout(order_BHRT, mask_BT, documents_BT, chunk_length, before, after, causal=causal, once=once)
+
+
 def blocks_per_tile(scores_per_block: int, device: torch.device) -> int:
     budget = SCORES_PER_TILE_CPU if device.type == "cpu" else SCORES_PER_TILE
     return max(1, budget // scores_per_block)
