@@ -162,7 +162,8 @@ def loss_of(model: InfiniteFormerForCausalLM, ids: Tensor, labels: Tensor) -> Te
     """
     done = LENGTH // model.config.segment_length * model.config.segment_length
     if model.config.bptt_segments == 1:
-        reach = model.config.num_hidden_layers * model.config.segment_length
+        segments = -(-(model.config.short_term_window or 0) // model.config.segment_length)
+        reach = model.config.num_hidden_layers * segments * model.config.segment_length
         first = 0 if model.config.memory_layers else max(0, done - reach)
         with torch.no_grad(), without_outputs(model.model.layers[-1]):
             memory = model.model(ids[:, first:done]).memory

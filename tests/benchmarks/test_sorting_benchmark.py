@@ -28,10 +28,12 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("window", [16, 20, 40])
 @pytest.mark.parametrize("variant", ["none", "fixed", "uniform", "sticky"])
-def test_segments_without_labels_need_no_gradient(benchmark: ModuleType, variant: str) -> None:
+def test_segments_without_labels_need_no_gradient(benchmark: ModuleType, variant: str, window: int) -> None:
     torch.manual_seed(0)
-    model = InfiniteFormerForCausalLM(benchmark.config(variant, {"hidden_size": 16, "num_samples": 64})).train()
+    changes = {"hidden_size": 16, "num_samples": 64, "short_term_window": window, "num_hidden_layers": 2}
+    model = InfiniteFormerForCausalLM(benchmark.config(variant, changes)).train()
     batch = sorting(3, length=100, num_symbols=5).with_format("torch")[:]
     whole = model(batch["input_ids"], labels=batch["labels"]).loss
     expected = torch.autograd.grad(whole, list(model.parameters()))

@@ -179,7 +179,7 @@ class ContinuousAttention(nn.Module):
             counted_BT = counted_BT & query_mask
         divergence_BT = gaussian_kl(variance_BHT, self.prior_std).mean(dim=1)
         divergence_BT = torch.where(counted_BT, divergence_BT, torch.zeros_like(divergence_BT))
-        out_BTE = self.o_proj(context_BHTD.to(v_BHND.dtype).transpose(1, 2).flatten(2))
+        out_BTE = self.o_proj(context_BHTD.to(self.dtype).transpose(1, 2).flatten(2))
         return out_BTE, memory, divergence_BT
 
     def _maps(self, memory: MemoryState) -> WriteMaps:

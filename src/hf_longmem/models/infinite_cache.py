@@ -107,8 +107,10 @@ class InfiniteFormerCache(MemoryCache):
         return InfiniteFormerMemory(tensors["seen"], tuple(layers))
 
 
-def keep(cache: Cache, memory: InfiniteFormerMemory, length: int) -> None:
-    """Put what a model remembers after ``length`` more tokens (padding included) into a cache."""
+def keep(cache: Cache, memory: InfiniteFormerMemory, length: int, *, anew: bool = False) -> None:
+    """Put what a model remembers after ``length`` more tokens (padding included; ``anew``: in all) into a cache."""
+    if anew:
+        cache.reset()
     for layer, state in zip(cache.layers, memory.layers, strict=True):
         layer.keep(memory.seen_B, state, length)  # type: ignore[union-attr]
 
@@ -128,7 +130,7 @@ def check_cache(cache: Cache, config: InfiniteFormerConfig) -> InfiniteFormerMem
         ValueError: it has layers of another kind, another number of them, or comes from another config.
     """
     own_layers(cache, InfiniteFormerCacheLayer)
-    layers = cache.layers if isinstance(cache, Cache) else []
+    layers: list[Any] = getattr(cache, "layers", [])
     foreign = [type(layer).__name__ for layer in layers if not isinstance(layer, InfiniteFormerCacheLayer)]
     if foreign or len(layers) != config.num_hidden_layers:
         received = f"a layer of type {foreign[0]}" if foreign else f"a {type(cache).__name__} of {len(layers)} layers"

@@ -54,11 +54,18 @@ class MemoryCache(DynamicCache):
         return None if memory is None else memory.seen_B
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Make the rows that ``rows`` (bool ``[B]``) says as new, bit for bit; by default forget everything."""
-        if rows is None:
-            super().reset()
-        elif (memory := self._remembered()) is not None:
-            self._keep(memory.reset(rows))
+        """Make the rows that ``rows`` (bool ``[B]``) says as new, bit for bit; by default forget everything.
+
+        The cache stays as long as its longest row was: to `generate`, a prompt that is longer than that is the whole
+        text of every row.
+        """
+        if rows is not None and (memory := self._remembered()) is not None:
+            rows = torch.as_tensor(rows)
+            memory = memory.reset(rows)
+            if not rows.all():
+                self._keep(memory)
+                return
+        super().reset()
 
     def reorder(self, rows: Tensor) -> None:
         """Make row i what row ``rows[i]`` was."""

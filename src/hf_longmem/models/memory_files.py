@@ -26,14 +26,16 @@ def write_memory_file(
         tensors: the memory.
         fingerprint: the settings which a model that goes on with it must share.
         length: tokens read, padding included.
+
+    Raises:
+        OSError: the folder is missing, or the file cannot be written.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {
-        "format": file_format,
-        "config": json.dumps(fingerprint),
-        "length": str(length),
-        "checksum": _checksum(tensors),
-    }
+    metadata = {"format": file_format, "config": json.dumps(fingerprint), "length": str(length)}
+    metadata["checksum"] = _checksum(tensors, metadata)
+    folder = os.path.dirname(os.fspath(path)) or os.curdir
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(complaint("a memory is saved to an existing folder", repr(folder), "make it first"))
     partial = f"{os.fspath(path)}.partial"
     try:
         save_file(tensors, partial, metadata)
@@ -53,6 +55,8 @@ def read_memory_file(
         ValueError: it is no memory, one of other settings, or holds NaN or infinity.
     """
     whole = f"the memory file {os.fspath(path)!r} must be whole"
+    if os.path.isdir(path):
+        raise IsADirectoryError(complaint("a memory is one file", f"the folder {os.fspath(path)!r}", "name the file"))
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -62,7 +66,7 @@ def read_memory_file(
     if metadata.get("format") != file_format:
         rule = f"{os.fspath(path)!r} must hold the memory of {model_type} models"
         raise ValueError(complaint(rule, f"format {metadata.get('format')}", "use a file that save(path) wrote"))
-    if metadata.get("checksum") != _checksum(tensors):
+    if metadata.get("checksum") != _checksum(tensors, metadata):
         raise OSError(complaint(whole, "one whose checksum is wrong", "save it again"))
     theirs = json.loads(metadata["config"])
     if theirs != fingerprint:
@@ -76,9 +80,9 @@ def read_memory_file(
     return tensors, int(metadata["length"])
 
 
-def _checksum(tensors: dict[str, Tensor]) -> str:
-    """Of names, types, shapes and bytes: safetensors itself notices only a file that is too short."""
-    found = 0
+def _checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Of all that a file holds: safetensors itself notices only one that is too short."""
+    found = zlib.crc32("\n".join(metadata.get(name, "") for name in ("format", "config", "length")).encode())
     for name, tensor in sorted(tensors.items()):
         found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
         found = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, found)

@@ -49,7 +49,8 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
             if input_ids is not None:
                 input_ids = input_ids.gather(1, order)
             if inputs_embeds is not None:
-                inputs_embeds = _reorder(inputs_embeds, order, 1)
+                # What stands for padding may be anything, NaN too, and nothing may come of it.
+                inputs_embeds = _reorder(inputs_embeds, order, 1).masked_fill(~attention_mask[..., None], 0.0)
             if position_ids is not None:
                 position_ids = position_ids.expand(order.shape).gather(1, order)
         if document_ids is not None and tokens is not None:
@@ -64,6 +65,13 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
         return outputs if return_dict else outputs.to_tuple()
 
     return wrapper
+
+
+def check_size(tokens: Tensor) -> None:
+    """Raise a ValueError if ``[B, T]`` or ``[B, T, E]`` holds no token."""
+    if 0 in tokens.shape[:2]:
+        rule = "an input must have at least one row and at least one token"
+        raise ValueError(complaint(rule, f"shape {tuple(tokens.shape)}", "leave out empty inputs"))
 
 
 def check_positions(position_ids: Tensor, tokens: Tensor) -> None:

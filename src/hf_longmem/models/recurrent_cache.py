@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_longmem._errors import complaint
 
@@ -96,7 +96,7 @@ def own_layers(cache: Any, *classes: type[RecurrentCacheLayer]) -> None:
     share a process, each has brought its own copy of this file.
     """
     by_type = {kind._layer_type: kind for kind in classes}
-    layers: list[Any] = cache.layers if isinstance(cache, Cache) else []
+    layers: list[Any] = getattr(cache, "layers", [])  # an EncoderDecoderCache has none
     for index, layer in enumerate(layers):
         kind = by_type.get(getattr(layer, "_layer_type", None))
         if kind is not None and not isinstance(layer, kind) and not layer.get_seq_length():

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_longmem._errors import complaint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowMemory:
     """Base of what a model remembers of each row: give it back as ``memory`` to go on where the call ended.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,8 @@ def streaming_perplexity(
 
     Args:
         model: a causal language model that goes on from a ``cache``; it is used in evaluation mode and left as it was.
-        tokens: token ids, a tensor ``[T]`` or ``[1, T]`` or any iterable of whole numbers, which may be endless but
-            for your patience.
+        tokens: token ids, a tensor, array or list ``[T]`` or ``[1, T]``, or any iterable of whole numbers, which may be
+            endless but for your patience.
         piece_length: tokens per call; any gives the same result.
         progress: show a progress bar (unless transformers' are switched off).
         cache: what the model remembers of a text that these tokens go on with; it is filled further. What it was
@@ -66,23 +66,15 @@ def streaming_perplexity(
     """
     if piece_length < 1:
         raise ValueError(complaint("piece_length must be at least 1", piece_length, "use 1024"))
-    total: int | None = None
-    if isinstance(tokens, Tensor):
-        if tokens.dim() == 2 and len(tokens) == 1:
-            tokens = tokens[0]
-        if tokens.dim() != 1:
-            rule = "streaming_perplexity scores one document, [T] or [1, T]"
-            raise ValueError(complaint(rule, f"shape {tuple(tokens.shape)}", "call it once for each document"))
-        total = len(tokens)
-    elif isinstance(tokens, Sequence):
-        total = len(tokens)
+    document = _without_batch_axis(tokens)
+    total = len(document) if isinstance(document, Sized) else None
     cache = DynamicCache(config=model.config) if cache is None else cache
     last, nll, scored = None, 0.0, 0
-    was_training = model.training
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad(), tqdm(total=total, unit="token", disable=not progress) as bar:
-            for piece in _pieces(tokens, piece_length):
+            for piece in _pieces(document, piece_length):
                 piece_1T = piece.to(model.device)[None]
                 logits_TV = model(piece_1T, cache=cache, use_cache=True).logits[0].float()
                 before_TV = logits_TV[:-1] if last is None else torch.cat((last, logits_TV[:-1]))
@@ -92,22 +84,45 @@ def streaming_perplexity(
                 last = logits_TV[-1:]
                 bar.update(len(piece))
     finally:
-        model.train(was_training)
-    if scored == 0:
-        raise ValueError(
-            complaint("a document must have at least two tokens to be scored", "fewer", "pass a longer one")
-        )
+        for module in in_training:
+            module.training = True
     mean_nll = nll / scored
-    return StreamingPerplexity(math.exp(mean_nll) if mean_nll < 700 else math.inf, mean_nll, scored)
+    return StreamingPerplexity(math.inf if mean_nll > 700 else math.exp(mean_nll), mean_nll, scored)
 
 
-def _pieces(tokens: Tensor | Iterable[int], piece_length: int) -> Iterator[Tensor]:
-    if isinstance(tokens, Tensor):
-        yield from (piece for piece in tokens.long().split(piece_length) if len(piece))
-        return
-    rest = iter(tokens)
-    while piece := list(itertools.islice(rest, piece_length)):
-        yield torch.tensor(piece, dtype=torch.long)
+def _without_batch_axis(tokens: Any) -> Tensor | Iterable[Any]:
+    """Take off the axis that a tokenizer puts before a single text, and make arrays tensors."""
+    if hasattr(tokens, "__array__"):
+        tokens = torch.as_tensor(tokens)
+    batch = tokens.dim() == 2 if isinstance(tokens, Tensor) else isinstance(tokens, Sequence)
+    if batch and len(tokens) == 1 and isinstance(tokens[0], Tensor | Sequence):
+        return tokens[0]
+    return tokens
+
+
+def _pieces(document: Tensor | Iterable[Any], piece_length: int) -> Iterator[Tensor]:
+    if isinstance(document, Tensor):
+        pieces: Iterator[Tensor] = iter(_whole_numbers(document).split(piece_length))
+        given = len(document)
+    else:
+        rest = iter(document)
+        # Looked at before the model reads any, as what it has read stays in a cache.
+        first = list(itertools.islice(rest, 2))
+        given, rest = len(first), itertools.chain(first, rest)
+        lists = iter(lambda: list(itertools.islice(rest, piece_length)), [])
+        pieces = (_whole_numbers(torch.tensor(piece)) for piece in lists)
+    if given < 2:
+        rule = "a document must have at least two tokens to be scored"
+        raise ValueError(complaint(rule, given, "pass a longer one"))
+    yield from pieces
+
+
+def _whole_numbers(tokens: Tensor) -> Tensor:
+    if tokens.dim() != 1 or tokens.is_floating_point():
+        rule = "streaming_perplexity scores the token ids of one document, [T] or [1, T]"
+        received = f"shape {tuple(tokens.shape)}, {tokens.dtype}"
+        raise ValueError(complaint(rule, received, "call it once for each document"))
+    return tokens.long()
 
 
 __all__ = ["StreamingPerplexity", "streaming_perplexity"]

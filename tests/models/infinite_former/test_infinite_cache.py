@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_longmem.models.infinite_cache import InfiniteFormerCache
 
@@ -184,6 +184,44 @@ def test_chosen_rows_can_be_reset(causal_lm: Make, tokens: Make) -> None:
     close(logits_of(model, more, cache=cache), logits_of(model, more))
 
 
+@pytest.mark.parametrize("by", ["reset", "a list", "reset_memory"])
+def test_a_cache_whose_rows_were_all_reset_takes_a_prompt_of_any_length(causal_lm: Make, tokens: Make, by: str) -> None:
+    model, ids = causal_lm(), tokens(2, 30, seed=5)
+    cache, rows = read(model, tokens(2, 20)), torch.ones(2, dtype=torch.bool)
+    if by == "reset_memory":
+        logits_of(model, ids, cache=cache, reset_memory=rows)
+        assert cache.get_seq_length() == 30
+        prompt = torch.cat((ids, tokens(2, 3)), dim=1)
+    else:
+        cache.reset(rows if by == "reset" else rows.tolist())
+        assert cache.get_seq_length() == 0
+        prompt = ids
+    assert torch.equal(generate(model, prompt, cache=cache), generate(model, prompt))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_was_read_in_another_type_can_be_gone_on_with(
+    causal_lm: Make, tokens: Make, kind: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """After a segment was written, and before the next: the projection of the memory is still that of the type."""
+    model, ids = causal_lm(**kind), tokens(2, 30)
+    exact = logits_of(model, ids)[:, 20:]
+    if dtype == torch.bfloat16:
+        with torch.autocast("cpu", dtype=dtype):
+            cache = read(model, ids[:, :20])
+    else:
+        cache = read(copy.deepcopy(model).to(dtype), ids[:, :20])
+    torch.testing.assert_close(logits_of(model, ids[:, 20:], cache=cache), exact, atol=0.1, rtol=0)
+
+
+def test_memories_compare_as_objects(causal_lm: Make) -> None:
+    model = causal_lm()
+    memory = model.model.empty_memory(2)
+    assert memory == memory
+    assert memory != model.model.empty_memory(2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_memory_can_be_saved_and_loaded(causal_lm: Make, tokens: Make, kind: dict[str, Any], tmp_path: Path) -> None:
     model, more = causal_lm(**kind), tokens(2, 30, seed=5)
@@ -229,9 +267,19 @@ def test_a_damaged_or_foreign_file_is_refused(causal_lm: Make, tokens: Make, tmp
         path.write_bytes(whole[:damaged] + bytes([whole[damaged] ^ 1]) + whole[damaged + 1 :])
         with pytest.raises(OSError, match="must be whole, got one whose checksum is wrong"):
             InfiniteFormerCache.load(path, model.config)
-    path.write_bytes(whole.replace(b"coefficients", b"coefficient5"))
-    with pytest.raises(OSError, match="must be whole, got one whose checksum is wrong"):
-        InfiniteFormerCache.load(path, model.config)
+    for right, wrong in (
+        (b"coefficients", b"coefficient5"),
+        (b'"length":"40"', b'"length":"90"'),
+        (b"ridge", b"fridg"),
+    ):
+        assert right in whole
+        path.write_bytes(whole.replace(right, wrong))
+        with pytest.raises(OSError, match="must be whole, got one whose checksum is wrong"):
+            InfiniteFormerCache.load(path, model.config)
+    with pytest.raises(OSError, match="a memory is one file, got the folder"):
+        InfiniteFormerCache.load(tmp_path, model.config)
+    with pytest.raises(OSError, match=r"saved to an existing folder, got '.*nowhere'; make it first"):
+        read(model, tokens(1, 40)).save(tmp_path / "nowhere" / "book")
     path.unlink()
     with pytest.raises(OSError, match="book"):
         InfiniteFormerCache.load(path, model.config)
@@ -255,6 +303,10 @@ def test_bad_states_are_refused_and_left_unharmed(causal_lm: Make, tokens: Make)
         ({"cache": cache, "memory": memory}, "cache and memory exclude each other"),
         ({"cache": DynamicCache()}, "the cache must be made for this model"),
         ({"cache": ((ids, ids),)}, "the cache must be made for this model, got a tuple"),
+        (
+            {"cache": EncoderDecoderCache(DynamicCache(), DynamicCache())},
+            "must be made for this model, got a EncoderDecoderCache of 0 layers",
+        ),
         ({"cache": read(causal_lm(memory_decay=0.5), ids)}, "the cache must come from a model of this config"),
         ({"memory": causal_lm(num_hidden_layers=1).model.empty_memory(2)}, "must come from a model of this config"),
         ({"memory": model.model.empty_memory(5)}, "the batch must have the 5 rows that are remembered"),
@@ -266,8 +318,10 @@ def test_bad_states_are_refused_and_left_unharmed(causal_lm: Make, tokens: Make)
         logits_of(causal_lm(**other), ids, cache=plain)
         with pytest.raises(ValueError, match="what is remembered must come from a model of this config"):
             logits_of(model, ids, cache=plain)
-    with pytest.raises(ValueError, match="the batch must have the 2 rows"):
+    with pytest.raises(ValueError, match=r"must have the 2 rows that are remembered, got 1; .* repeat\(\) rows"):
         logits_of(model, ids[:1], cache=cache)
+    with pytest.raises(ValueError, match="at least one row"):
+        logits_of(model, ids[:0])
     with pytest.raises(ValueError, match=r"token ids must lie in 0 \.\. 59, got 60"):
         logits_of(model, ids + 60 - ids.max(), cache=cache)
     with pytest.raises(ValueError, match="at least one token"):

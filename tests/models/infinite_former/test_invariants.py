@@ -183,6 +183,19 @@ def test_padding_is_never_written_and_a_row_of_padding_harms_no_other(
     close(after, logits_of(model, more, cache=caches[1]))
 
 
+def test_padding_may_be_anything_in_embeddings(causal_lm: Make, tokens: Make) -> None:
+    model, ids = causal_lm(), tokens(2, 50)
+    mask = torch.ones_like(ids)
+    mask[0, 5:9] = mask[1, 30:] = 0
+    given = model.get_input_embeddings()(ids).detach()
+    caches = InfiniteFormerCache(model.config), InfiniteFormerCache(model.config)
+    poison = given.masked_fill(mask[..., None] == 0, torch.nan)
+    for call in range(2):
+        plain = logits_of(model, None, inputs_embeds=given, attention_mask=mask, cache=caches[0])
+        poisoned = logits_of(model, None, inputs_embeds=poison, attention_mask=mask, cache=caches[1])
+        assert torch.equal(poisoned[mask.bool()], plain[mask.bool()]), call
+
+
 def test_an_input_of_nothing_but_padding_is_finite_and_leaves_the_state_alone(causal_lm: Make, tokens: Make) -> None:
     model, ids = causal_lm(), tokens(2, 50)
     cache = InfiniteFormerCache(model.config)

@@ -50,6 +50,16 @@ def test_accumulated_gradients_are_those_of_the_means_over_all_items(causal_lm: 
         torch.testing.assert_close(ours, expected.grad)
 
 
+def test_a_mask_may_reach_back_before_the_input(tiny: Make, tokens: Make) -> None:
+    torch.manual_seed(0)
+    model = InfiniteFormerForSequenceClassification(tiny(num_labels=3, **NO_DROPOUT)).train()
+    ids, mask, labels = tokens(2, 40), torch.ones(2, 40, dtype=torch.long), torch.tensor([0, 2])
+    mask[0, :9] = 0
+    exact = model(ids, attention_mask=mask, labels=labels).loss
+    longer = torch.cat((torch.ones_like(mask[:, :5]), mask), dim=1)
+    assert torch.equal(model(ids, attention_mask=longer, labels=labels).loss, exact)
+
+
 def test_a_batch_without_labels_adds_nothing_to_a_sum_over_items(tiny: Make) -> None:
     nothing, loss = torch.full((2, 5), -100), torch.tensor(1.5)
     for num_items in (0, 7, torch.tensor(0)):

@@ -109,6 +109,25 @@ def test_a_token_within_a_segment_costs_one_token_of_the_model(augmented: Make, 
     assert lengths == [16, 25, 10] + [1] * 15 + [10] + [1] * 3
 
 
+def test_a_cache_whose_rows_were_all_reset_takes_a_prompt_of_any_length(augmented: Make, tokens: Make) -> None:
+    model, ids, rows = augmented(), tokens(2, 30, seed=5), torch.ones(2, dtype=torch.bool)
+    cache = read(model, tokens(2, 20))
+    cache.reset(rows)
+    assert torch.equal(generate(model, ids, cache=cache), generate(model, ids))
+    logits_of(model, ids, cache=cache, reset_memory=rows)
+    assert cache.get_seq_length() == 30
+    longer = torch.cat((ids, tokens(2, 3)), dim=1)
+    assert torch.equal(generate(model, longer, cache=cache), generate(model, longer))
+
+
+def test_what_was_read_under_autocast_can_be_gone_on_with(augmented: Make, tokens: Make) -> None:
+    model, ids = augmented(), tokens(2, 30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = read(model, ids[:, :20])
+    exact = logits_of(model, ids)[:, 20:]
+    torch.testing.assert_close(logits_of(model, ids[:, 20:], cache=cache), exact, atol=0.1, rtol=0)
+
+
 def test_a_dynamic_cache_of_transformers_works_as_well(augmented: Make, tokens: Make) -> None:
     model, ids = augmented(), tokens(2, 60)
     cache = DynamicCache(config=model.config)

@@ -122,6 +122,16 @@ def test_tiles_of_queries_join_without_a_seam(basis: GaussianBasis, needs_gradie
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
+def test_gradients_are_the_same_with_a_graph_where_one_argument_was_made_of_another() -> None:
+    v = torch.randn(1, 1, 9, 4, dtype=torch.float64)
+    p = torch.rand(1, 1, 5, dtype=torch.float64, requires_grad=True)
+    plain, with_graph = (
+        torch.autograd.grad(read_values(p, p.square() + 0.01, v, BASIS).sum(), p, create_graph=graph)[0]
+        for graph in (False, True)
+    )
+    assert (plain - with_graph).abs().max() < 1e-12
+
+
 def test_values_that_heads_and_rows_share_get_the_sum_of_their_gradients() -> None:
     mu, variance = torch.rand(2, 3, 7, dtype=torch.float64), torch.full((2, 3, 7), 0.01, dtype=torch.float64)
     values = torch.randn(1, 1, 9, 4, dtype=torch.float64, requires_grad=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from hf_longmem.ops.continuous import (
     GaussianBasis,
     RegressionSpec,
+    basis_parameters,
     contraction_radius,
     decay_tau,
     empty_memory,
+    evaluate_basis,
     naive,
     ridge_regression,
     select_write_maps,
@@ -128,6 +131,22 @@ def test_too_few_samples_of_the_past_amplify_it(num_samples: int, bounded: bool)
     for _ in range(400):
         state = write_memory(state, torch.randn(1, 16, 2, dtype=torch.float64), maps)
     assert (state.coefficients_BNE.abs().max() < 10) == bounded
+
+
+def test_a_fixed_place_for_every_sample_may_amplify_what_even_samples_would_not() -> None:
+    spec = RegressionSpec(GaussianBasis(64, (0.01, 0.05)), 64, 128)
+    even = contraction_radius(spec, 0.75, bin_positions(128))
+    assert abs(even - contraction_radius(spec, 0.75)) < 1e-9
+    assert even < 1
+    place = 0.691 + 0.01 * torch.erfinv(2 * bin_positions(128) - 1) * math.sqrt(
+        2
+    )  # as if all had read N(0.691, 0.01^2)
+    assert contraction_radius(spec, 0.75, place) > 1
+    step = solve_write_maps(spec, 0.75, True).carry @ evaluate_basis(
+        place.double(), *basis_parameters(spec.basis, dtype=torch.float64)
+    )
+    grown = torch.linalg.matrix_power(step, 400).norm() / torch.linalg.matrix_power(step, 200).norm()
+    assert abs(grown.log() / 200 - math.log(contraction_radius(spec, 0.75, place))) < 1e-3
 
 
 def test_decay_tau() -> None:

@@ -83,6 +83,14 @@ def test_kept_stops_at_the_first_gap() -> None:
     assert retention._replace(fidelity_A=torch.tensor([1.0, 0.9, 0.2, 1.0])).kept() == 2
 
 
+def test_the_default_device_does_not_matter() -> None:
+    spec = RegressionSpec(GaussianBasis(16, (0.05,)), 16, 32)
+    with torch.device("meta"):
+        there = memory_retention(spec, 0.75, 3).gain_A, reading_weights(spec, 0.75, 3, mu=0.5, variance=0.1)
+    here = memory_retention(spec, 0.75, 3).gain_A, reading_weights(spec, 0.75, 3, mu=0.5, variance=0.1)
+    assert all(map(torch.equal, there, here))
+
+
 def test_impossible_probes_are_named() -> None:
     spec = RegressionSpec(GaussianBasis(8, (0.1,)), 4, 4)
     with pytest.raises(ValueError, match="num_segments must be at least 1, got 0"):

@@ -1,5 +1,6 @@
 """Configuration of the infinity-former, ``infinite_former``."""
 
+import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -242,12 +243,17 @@ class InfiniteFormerConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(complaint(f"{name} must be at least 0 and below 1", value, "use 0.1"))
-        for name in ("layer_norm_eps", "rope_theta", "memory_prior_std"):
+        for name in ("layer_norm_eps", "rope_theta"):
             if not getattr(self, name) > 0:
                 raise ValueError(complaint(f"{name} must be positive", getattr(self, name), "leave it at its default"))
+        # Its square divides: less would leave float32's range.
+        if not 1e-6 <= self.memory_prior_std <= 1e6:
+            rule = "memory_prior_std must be from 1e-6 to 1e6"
+            raise ValueError(complaint(rule, self.memory_prior_std, "use 0.05"))
         for name in ("initializer_range", "memory_variance_floor", "memory_kl_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(complaint(f"{name} must not be negative", getattr(self, name), "use 0 or more"))
+            if not 0 <= getattr(self, name) < math.inf:
+                rule = f"{name} must be finite and not negative"
+                raise ValueError(complaint(rule, getattr(self, name), "leave it at its default"))
         self._check_positions()
         self._check_memory()
 

@@ -24,7 +24,7 @@ from hf_longmem.models.infinite_former.outputs import InfiniteFormerCausalLMOutp
 from hf_longmem.models.infinite_former.segments import join_tokens, plan_steps, steps_of_all, take_tokens, token_order
 from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState, check_memory
 from hf_longmem.models.loading import CheckedLoading
-from hf_longmem.models.padding import compact_padding
+from hf_longmem.models.padding import check_size, compact_padding
 from hf_longmem.models.stream_memory import StreamMemory, carried_memory
 from hf_longmem.models.token_ids import check_range
 
@@ -118,8 +118,7 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
             check_range("token ids", input_ids, self.config.vocab_size, "use the model's tokenizer")
         embeddings: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         rows, length = embeddings.shape[:2]
-        if length == 0:
-            raise ValueError(complaint("an input must have at least one token", 0, "leave out empty inputs"))
+        check_size(embeddings)
         if cache is None and memory is None and use_cache and not self.training and not torch.is_grad_enabled():
             cache = InfiniteFormerCache(self.config)
 
@@ -132,7 +131,8 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
         )
         outputs = self._run(embeddings, state, counts, bool(output_hidden_states))
         if cache is not None:
-            keep(cache, outputs.memory, length)  # type: ignore[arg-type]
+            anew = reset_memory is not None and bool(reset_memory.all())
+            keep(cache, outputs.memory, length, anew=anew)  # type: ignore[arg-type]
         keep_memory = cache is None and (memory is not None or self.training)
         keep_loss = torch.is_grad_enabled() if output_memory_loss is None else output_memory_loss
         return InfiniteFormerModelOutput(
@@ -202,7 +202,7 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
                 token_T = torch.arange(memory_loss.shape[1], device=memory_loss.device)
                 real_BT = token_T < torch.tensor(counts, device=memory_loss.device)[:, None]
                 memory_loss = torch.where(real_BT, memory_loss, torch.zeros_like(memory_loss))
-        kept = InfiniteFormerMemory(state.seen_B + torch.tensor(counts), tuple(states)).detach()
+        kept = InfiniteFormerMemory(state.seen_B + torch.tensor(counts, device="cpu"), tuple(states)).detach()
         return InfiniteFormerModelOutput(
             last_hidden_state=last_hidden_state,
             memory=kept,

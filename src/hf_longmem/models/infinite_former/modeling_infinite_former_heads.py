@@ -88,7 +88,9 @@ class InfiniteFormerForSequenceClassification(_InfiniteFormerClassifier):
         memory_loss = outputs.memory_loss
         if memory_loss is not None:
             # A document counts once, however long it is.
-            real = torch.ones_like(memory_loss) if attention_mask is None else attention_mask.to(memory_loss)
+            real = torch.ones_like(memory_loss)
+            if attention_mask is not None:
+                real = attention_mask[:, -memory_loss.shape[1] :].to(memory_loss)
             counted = real.new_ones(len(real), 1) if labels is None else (labels.view(len(real), -1)[:, :1] != -100)
             memory_loss = (memory_loss * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
             memory_loss = mean_memory_loss(memory_loss, counted)

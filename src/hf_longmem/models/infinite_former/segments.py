@@ -8,7 +8,7 @@ outside a row's own tokens is never attended to.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,12 +77,17 @@ def plan_steps(
         At least one step; none has more than L tokens a row.
     """
     last = max(*counts, 1) - 1
+    sights: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
     for cut in cut_segments(seen, counts, segment_length, at_least=at_least):
         move = move_window(cut, segment_length, window, old_width, device)
         tokens_BT, real_BT = taken_tokens(cut, counts, device)
         before = [min(window, total - offset) for total, offset in zip(cut.seen, cut.offsets, strict=True)]
         first = window - max(before)
-        places_BT, mask_BTS = _sight(cut.offsets, before, window, cut.most, first, move.width, device)
+        # From the second segment on they repeat, and a call may have thousands.
+        sight = tuple(cut.offsets), tuple(before), cut.most, move.width
+        if sight not in sights:
+            sights[sight] = _sight(cut.offsets, before, window, cut.most, first, move.width, device)
+        places_BT, mask_BTS = sights[sight]
         if real_BT is not None:
             # What a padding token computes is thrown away; it only has to be finite.
             mask_BTS = mask_BTS | ~real_BT[:, :, None]

@@ -14,7 +14,7 @@ from hf_longmem.models.row_memory import RowMemory
 from hf_longmem.ops.continuous import MemoryState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerState:
     """What one layer remembers.
 
@@ -39,7 +39,7 @@ class LayerState:
         return LayerState(change(self.inputs_BSE), keys, values, memory, projection)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InfiniteFormerMemory(RowMemory):
     """What a model remembers of each row: give it back as ``memory`` to go on where the call ended.
 
@@ -57,12 +57,12 @@ def check_memory(memory: InfiniteFormerMemory, config: InfiniteFormerConfig, row
     """Raise a ValueError if a model of this config cannot go on with a memory and a batch of so many rows."""
     if len(memory.seen_B) != rows:
         rule = f"the batch must have the {len(memory.seen_B)} rows that are remembered"
-        raise ValueError(complaint(rule, rows, "start anew, or choose rows"))
+        raise ValueError(complaint(rule, rows, "start anew, or select() or repeat() rows (once for each beam)"))
     shapes = {tuple(layer.inputs_BSE.shape[2:]) for layer in memory.layers}
     basis = {tuple(layer.memory.coefficients_BNE.shape[1:]) for layer in memory.layers if layer.memory is not None}
     having = tuple(index for index, layer in enumerate(memory.layers) if layer.memory is not None)
     window, length = config.short_term_window or 0, config.segment_length
-    pending = max((seen - 1) % length + 1 if seen else 0 for seen in memory.seen_B.tolist())
+    pending = max(((seen - 1) % length + 1 if seen else 0 for seen in memory.seen_B.tolist()), default=0)
     widths = [layer.inputs_BSE.shape[1] for layer in memory.layers]
     fits = len(memory.layers) == config.num_hidden_layers and having == config.memory_layers
     fits = fits and all(window + pending <= width <= window + length for width in widths)

@@ -75,7 +75,7 @@ class SegmentLoop:
         if torch.is_grad_enabled() and not any(block.write for block in blocks):
             for attention in self.attentions.values():
                 logits = logits + attention.unused().to(logits.device, logits.dtype)
-        self.state = replace(self.state.detach(), seen_B=self.state.seen_B + torch.tensor(counts))
+        self.state = replace(self.state.detach(), seen_B=self.state.seen_B + torch.tensor(counts, device="cpu"))
         return MemoryAugmentedOutput(
             last_hidden_state=logits,  # type: ignore[arg-type]
             memory_loss=divergence[..., 0] / len(self.attentions),  # type: ignore[arg-type]

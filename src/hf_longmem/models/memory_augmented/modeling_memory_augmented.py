@@ -30,7 +30,7 @@ from hf_longmem.models.memory_augmented.loading import MemoryCheckpoints
 from hf_longmem.models.memory_augmented.loop import SegmentLoop
 from hf_longmem.models.memory_augmented.outputs import MemoryAugmentedCausalLMOutput, MemoryAugmentedOutput
 from hf_longmem.models.memory_augmented.state import MemoryAugmentedState, check_state
-from hf_longmem.models.padding import real_tokens
+from hf_longmem.models.padding import check_size, real_tokens
 from hf_longmem.models.segments import gather_tokens
 from hf_longmem.models.stream_memory import StreamMemory, carried_memory
 
@@ -271,8 +271,7 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, ContinuesFromCache, Generati
         """See `forward`; the logits of the ``last`` tokens, 0 for all, are ``last_hidden_state``."""
         tokens: Tensor = input_ids if input_ids is not None else inputs_embeds  # type: ignore[assignment]
         rows, length = tokens.shape[:2]
-        if length == 0:
-            raise ValueError(complaint("an input must have at least one token", 0, "leave out empty inputs"))
+        check_size(tokens)
         grads = torch.is_grad_enabled()
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if cache is None and memory is None and use_cache and not self.training and not grads:
@@ -293,12 +292,17 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, ContinuesFromCache, Generati
         counts = [length] * rows
         if real_BT is not None:
             counts = real_BT.sum(dim=1).tolist()
+            if tokens.is_floating_point():
+                # What stands for padding may be anything, NaN too, and nothing may come of it.
+                tokens = tokens.masked_fill(~real_BT[..., None], 0.0)
             tokens = gather_tokens(tokens, torch.argsort(~real_BT, dim=1, stable=True))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         loop = SegmentLoop(self, state, block, keeps_block=layer is not None and not grads)
         outputs = loop.run(tokens, counts, real_BT, min(last or length, length), bool(output_hidden_states))
         if layer is not None:
+            if reset_memory is not None and bool(reset_memory.all()):
+                layer.reset()
             layer.keep(loop.state, loop.block, length)
         keep_memory = cache is None and (memory is not None or self.training)
         return replace(outputs, cache=cache, memory=loop.state if keep_memory else None)

@@ -14,7 +14,7 @@ from hf_longmem.models.row_memory import RowMemory
 from hf_longmem.ops.continuous import MemoryState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemoryAugmentedState(RowMemory):
     """What a model remembers of each row: give it back as ``memory`` to go on where the call ended.
 
@@ -50,7 +50,7 @@ def check_state(state: MemoryAugmentedState, config: MemoryAugmentedConfig, rows
     """Raise a ValueError if a model of this config cannot go on with a state and a batch of so many rows."""
     if len(state.seen_B) != rows:
         rule = f"the batch must have the {len(state.seen_B)} rows that are remembered"
-        raise ValueError(complaint(rule, rows, "start anew, or choose rows"))
+        raise ValueError(complaint(rule, rows, "start anew, or select() or repeat() rows (once for each beam)"))
     memory = config.memory
     shapes = {tuple(part.coefficients_BNE.shape[1:]) for part in state.memories}
     expected = (memory.num_basis, config.hidden_size)

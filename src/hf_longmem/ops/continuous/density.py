@@ -199,10 +199,12 @@ class _ReadValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-        mu_BHT, variance_BHT, v_BHND = given = ctx.saved_tensors
+        mu_BHT, variance_BHT, v_BHND = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return *_average_backward(mu_BHT, variance_BHT, v_BHND, grad_BHTD, ctx.basis), None
         # Asked for a graph of the gradient, this is plain autograd.
+        # Views, since one argument may have been made of another, by a graph that is not this function's.
+        mu_BHT, variance_BHT, v_BHND = given = [part.view_as(part) for part in ctx.saved_tensors]
         inputs = [part for part, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
         context_BHTD = _differentiable_average(mu_BHT, variance_BHT, v_BHND, ctx.basis)
         found = iter(torch.autograd.grad(context_BHTD, inputs, grad_BHTD, create_graph=True))

@@ -201,7 +201,7 @@ def write_maps(
     return _write_maps(spec, float(tau), sticky, torch.device(device), dtype)
 
 
-def contraction_radius(spec: RegressionSpec, tau: float) -> float:
+def contraction_radius(spec: RegressionSpec, tau: float, positions_M: Tensor | None = None) -> float:
     """Give the spectral radius of the contraction A: the memory stays bounded for ever if it is below 1.
 
     Too few samples, or widths too narrow for the distance between samples, and each contraction amplifies what lies
@@ -210,11 +210,22 @@ def contraction_radius(spec: RegressionSpec, tau: float) -> float:
     Args:
         spec: the regression.
         tau: what the past shrinks to, in (0, 1); for uniform decay, that of the table's last entry.
+        positions_M: where each write samples the past [M], if sticky memories always did so at the same places; default
+            evenly.
 
     Raises:
-        ValueError: tau outside (0, 1).
+        ValueError: tau outside (0, 1), or widths so narrow that nothing of the past is found between samples.
     """
-    return torch.linalg.eigvals(solve_write_maps(spec, tau).carry).abs().max().item()
+    carry_NN = solve_write_maps(spec, tau).carry
+    if positions_M is not None:
+        parameters = basis_parameters(spec.basis, dtype=torch.float64)
+        samples_MN = evaluate_basis(positions_M.to("cpu", torch.float64), *parameters)
+        carry_NN = solve_write_maps(spec, tau, True).carry @ samples_MN
+    try:
+        return torch.linalg.eigvals(carry_NN).abs().max().item()
+    except torch.linalg.LinAlgError as error:
+        rule = "basis functions must be wide enough for samples of the past to meet them"
+        raise ValueError(complaint(rule, f"widths {spec.basis.widths}", "use wider ones")) from error
 
 
 def decay_tau(decay: float | Literal["uniform"], segments: int) -> float:

@@ -39,7 +39,7 @@ def segment_edges(decay: float | Literal["uniform"], num_segments: int) -> Tenso
         low.append(bottom)
         high.append(top)
         top = bottom
-    return torch.tensor([low, high], dtype=torch.float64).T
+    return torch.tensor([low, high], dtype=torch.float64, device="cpu").T
 
 
 def memory_retention(
@@ -69,7 +69,7 @@ def memory_retention(
     """
     _check_probe(decay, num_segments)
     centres_N, widths_N = basis_parameters(spec.basis, dtype=torch.float64)
-    response_NA = torch.zeros(spec.basis.num_basis, num_segments, dtype=torch.float64)
+    response_NA = torch.zeros(spec.basis.num_basis, num_segments, dtype=torch.float64, device="cpu")
     for written in range(num_segments):
         carry_NN, regression_LN = _maps_of_write(spec, decay, written)
         response_NA = carry_NN @ response_NA
@@ -112,7 +112,7 @@ def reading_weights(
     (2.6, 0.3)
     """
     _check_probe(decay, num_segments)
-    place, spread = torch.tensor(mu, dtype=torch.float64), torch.tensor(variance, dtype=torch.float64)
+    place, spread = torch.tensor([mu, variance], dtype=torch.float64, device="cpu")
     read_N = expected_basis(place, spread, *basis_parameters(spec.basis, dtype=torch.float64))
     weights = []
     for written in range(num_segments - 1, -1, -1):
