@@ -75,7 +75,8 @@ class InfiniteFormerConfig(PreTrainedConfig):
         memory_decay: the share tau of the line that the past keeps at each write, or ``"uniform"``, tau = n / (n + 1).
         uniform_segments: how many segments a uniform decay holds before it becomes a fixed one; default as many as
             there are centres, ``num_basis // len(basis_widths)``.
-        sticky_memories: sample the past where attention went, instead of evenly.
+        sticky_memories: sample the past where attention went, instead of evenly. That the memory stays bounded then
+            rests on attention that moves or is spread; see ``hf_longmem/ops/continuous/README.md``.
         sticky_draw: ``"inverse_cdf"``, or ``"multinomial"`` draws, which are random in evaluation too.
         histogram_bins: K, in how many bins attention is recorded for it.
         memory_variance_floor: smallest sigma^2 of a reading density.
