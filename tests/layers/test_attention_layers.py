@@ -75,6 +75,14 @@ def test_training_draws_from_the_default_generator_unless_seeded() -> None:
     assert torch.equal(layer(x, hash_seed=5)[0], layer.eval()(x)[0])
 
 
+@pytest.mark.parametrize("output_attentions", [False, True])
+def test_a_token_that_sees_only_itself_keeps_its_value_whatever_the_dropout(output_attentions: bool) -> None:
+    layer = LSHAttention(4, 1, 4, layer_idx=0, num_hashes=1, num_buckets=2, chunk_length=4, dropout=0.9).train()
+    x = torch.randn(64, 1, 4)
+    out, _ = layer(x, output_attentions=output_attentions)
+    torch.testing.assert_close(out, layer.o_proj(layer.v_proj(x)))
+
+
 def test_layers_of_one_seed_hash_differently() -> None:
     first, second = lsh_layer(layer_idx=0).eval(), lsh_layer(layer_idx=1).eval()
     x = torch.randn(1, 60, 24, dtype=torch.float64)

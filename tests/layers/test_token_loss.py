@@ -48,6 +48,15 @@ def test_loss_and_gradients_equal_cross_entropy(wrap: object, num_items: object,
         torch.testing.assert_close(ours, plain)
 
 
+def test_hooks_of_a_head_are_called() -> None:
+    head, calls = nn.Linear(4, 9), []
+    head.register_full_backward_hook(lambda *_: calls.append("after"))
+    head.register_full_backward_pre_hook(lambda *_: calls.append("before"))
+    hidden = torch.randn(1, 3, 4, requires_grad=True)
+    head_cross_entropy(head, hidden, torch.tensor([[1, 2, 3]]), chunk_size=0).backward()
+    assert calls == ["before", "after"]
+
+
 def test_no_label_to_predict_gives_zero() -> None:
     labels = torch.full((2, 3), -100)
     for head in (nn.Linear(4, 5), hooked(nn.Linear(4, 5))):

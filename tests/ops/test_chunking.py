@@ -144,6 +144,13 @@ def test_batched_hidden_equals_flat_hidden_and_int32_labels_are_accepted() -> No
     assert torch.equal(flat, batched)
 
 
+def test_no_label_of_an_unsigned_type_is_taken_for_the_ignored_one() -> None:
+    hidden, weight = torch.randn(3, 4), torch.randn(200, 4)
+    labels = torch.tensor([156, 3, 7], dtype=torch.uint8)  # 156 = -100 mod 256
+    expected = F.cross_entropy(hidden @ weight.T, labels.long())
+    torch.testing.assert_close(chunked_linear_cross_entropy(hidden, weight, None, labels), expected)
+
+
 def test_gradcheck_of_loss_scaled_by_the_caller() -> None:
     hidden, weight, bias, labels = make_problem(7)
     labels[2] = -100

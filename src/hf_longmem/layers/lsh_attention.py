@@ -126,7 +126,10 @@ class LSHAttention(nn.Module):
             )
         elif output_attentions:
             weights_BHTT = lsh_attention_weights(qk_BHTD, buckets_BHRT, **real, **self.reach)
-            out_BHTD = nn.functional.dropout(weights_BHTT, dropout) @ v_BHTD
+            # A token that sees only itself keeps its value, whatever the dropout.
+            lonely_BHT1 = weights_BHTT.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) != 0
+            dropped_BHTT = torch.where(lonely_BHT1, weights_BHTT, nn.functional.dropout(weights_BHTT, dropout))
+            out_BHTD = dropped_BHTT @ v_BHTD
         else:
             out_BHTD = lsh_attention(qk_BHTD, v_BHTD, buckets_BHRT, **real, dropout=dropout, **self.reach)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2)), weights_BHTT

@@ -105,8 +105,8 @@ def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool
     """Refuse a cache that this model, or this call, cannot go on with.
 
     Raises:
-        ValueError: its layers are not those of ``layer_types``, or another number of rows than the input; the model is
-            bidirectional; attention maps are asked for.
+        ValueError: its layers are not those of ``layer_types``, or another number of rows than the input; a call
+            failed midway; the model is bidirectional; attention maps are asked for.
     """
     own_layers(cache, LSHCacheLayer, LocalCacheLayer)
     layers = cache.layers if isinstance(cache, Cache) else None
@@ -124,6 +124,10 @@ def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool
     if output_attentions:
         rule = "attention maps are computed over whole sequences only, without a cache"
         raise ValueError(complaint(rule, "output_attentions=True and a cache", "pass use_cache=False"))
+    lengths = [layer.get_seq_length() for layer in layers]  # type: ignore[union-attr]
+    if len(set(lengths)) > 1:
+        rule = "the layers of a cache must have read equally many tokens"
+        raise ValueError(complaint(rule, f"{lengths}, as a call that failed leaves it", f"use {MAKE_CACHE}"))
     seen_B = _first_layer(cache).seen()
     if seen_B is not None and len(seen_B) != rows:
         rule = f"the batch must have the cache's {len(seen_B)} rows"

@@ -21,8 +21,10 @@ def pool_tokens(hidden_states: Tensor, attention_mask: Tensor | None, pooling: s
         attention_mask = hidden_states.new_ones(hidden_states.shape[:2])
     real = attention_mask[:, -hidden_states.shape[1] :].to(hidden_states.device) != 0
     if pooling == "mean":
-        total = hidden_states.masked_fill(~real[..., None], 0).sum(1)
-        return total / real.sum(1, keepdim=True).clamp(min=1)
+        # Sums of many tokens leave float16's range.
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        total = hidden_states.masked_fill(~real[..., None], 0).sum(1, dtype=wide)
+        return (total / real.sum(1, keepdim=True).clamp(min=1)).to(hidden_states.dtype)
     order = torch.arange(1, real.shape[1] + 1, device=real.device)
     token = (real * (order if pooling == "last" else order.flip(0))).argmax(-1)
     return hidden_states.take_along_dim(token[:, None, None], 1).squeeze(1)

@@ -20,13 +20,23 @@ from hf_longmem.ops.documents import document_numbers
 _SHORT = 16
 
 
-def next_token_labels(labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
-    """What each token is to predict, ``[B, T]``: the label after its own, -100 at the end of a document and of a row.
+def next_token_labels(
+    labels: Tensor, document_ids: Tensor | None = None, attention_mask: Tensor | None = None
+) -> Tensor:
+    """What each token is to predict, ``[B, T]``: the label of the next real token, -100 at the end of a document and of
+    a row, and where padding stands.
 
     Args:
         labels: ``[B, T]``, as the input ids, -100 where nothing is to be predicted.
         document_ids: ``[B, T]``, equal for the tokens of one document; None where a row is one document.
+        attention_mask: ``[B, T]``, 0 for padding, which may stand anywhere.
     """
+    real = None if attention_mask is None else real_tokens(attention_mask, labels)
+    if real is not None:
+        order = torch.argsort(~real, dim=1, stable=True)
+        documents = None if document_ids is None else document_ids.to(labels.device).gather(1, order)
+        after = next_token_labels(labels.masked_fill(~real, -100).gather(1, order), documents)
+        return after.gather(1, torch.argsort(order, dim=1)).masked_fill(~real, -100)
     shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     if document_ids is None:
         return shifted
@@ -34,9 +44,15 @@ def next_token_labels(labels: Tensor, document_ids: Tensor | None = None) -> Ten
     return shifted.masked_fill(ends.to(labels.device), -100)
 
 
-def refuse_documents(document_ids: Tensor | None) -> None:
+def given_documents(document_ids: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+    """Give ``document_ids``, or what stands under their other name in a forward's ``kwargs``, taken out of them."""
+    alias = kwargs.pop("seq_idx", None)
+    return alias if document_ids is None else document_ids
+
+
+def refuse_documents(document_ids: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Raise a ValueError if a model that reads one answer from each row is given packed rows."""
-    if document_ids is not None:
+    if document_ids is not None or kwargs.get("seq_idx") is not None:
         fix = "leave document_ids out and give each document a row of its own"
         raise ValueError(complaint("a sequence classifier scores one document a row", "document_ids", fix))
 

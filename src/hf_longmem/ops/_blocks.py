@@ -35,8 +35,9 @@ def attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """``o = softmax_M(q . k + bias) v`` and the log-sum-exp of each row.
 
-    The sum of a row's weights comes from the last column of ``v``, which the caller fills with ones: a matrix product
-    adds the keys in their order, zeros change nothing, and so where in a block its keys lie does not matter.
+    The sum of a row's weights comes from the last column of ``v``, which the caller fills with ones: it is added in the
+    order of the values. A product that adds the keys one after the other gives the same bits wherever in a block they
+    lie, as zeros between them change nothing; longer ones are cut into parts.
 
     Args:
         q_XQD, k_XMD: queries and keys, floating, last axis contiguous; scores get no further scale.

@@ -95,7 +95,7 @@ def chunked_linear_cross_entropy(
         hidden.flatten(0, -2),
         weight,
         bias,
-        labels.flatten(),
+        labels.flatten().long(),  # an unsigned type could not hold ignore_index
         chunk_size,
         ignore_index,
         label_smoothing,

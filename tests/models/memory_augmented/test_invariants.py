@@ -382,3 +382,33 @@ def test_a_half_precision_model_keeps_its_memory_in_float32(base_model: Make, au
     assert torch.isfinite(logits_of(model, ids, cache=cache)).all()
     assert cache.layer.state.memories[0].coefficients_BNE.dtype == torch.float32
     assert logits_of(model, ids[:, :3], cache=cache).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("num_items", [None, 0, torch.tensor(0)])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_call_with_nothing_to_predict_costs_nothing(
+    augmented: Make, tokens: Make, training: bool, num_items: Any
+) -> None:
+    model, ids = augmented().train(training), tokens(1, 20)
+    outputs = model(ids, labels=torch.full_like(ids, -100), num_items_in_batch=num_items)
+    assert outputs.loss == 0
+    outputs.loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["left", "inside"])
+def test_the_loss_of_a_text_does_not_depend_on_its_padding(augmented: Make, tokens: Make, where: str) -> None:
+    model, text, every = augmented(), tokens(1, 20), torch.arange(27)
+    place = every[7:] if where == "left" else every[every % 4 > 0][:20]
+    ids, mask = torch.zeros(1, 27, dtype=torch.long), torch.zeros(1, 27, dtype=torch.long)
+    ids[:, place], mask[:, place] = text, 1
+    close(model(ids, attention_mask=mask, labels=ids).loss, model(text, labels=text).loss)
+
+
+def test_both_names_of_document_ids_mean_the_same(augmented: Make, tokens: Make) -> None:
+    model, ids = augmented(), tokens(1, 40)
+    documents = (torch.arange(40)[None] >= 19).long()
+    named, alias = (model(ids, labels=ids, **{name: documents}) for name in ("document_ids", "seq_idx"))
+    assert torch.equal(named.loss, alias.loss)
+    assert torch.equal(named.logits, alias.logits)
+    assert not torch.equal(named.logits, model(ids).logits)

@@ -305,3 +305,51 @@ def test_checkpointed_layers_take_no_cache():
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="layers that are checkpointed in training take no cache"):
         model.train()(tokens(1, 2), cache=cache)
+
+
+def test_a_cache_that_a_failed_call_left_uneven_is_refused(model):
+    ids = tokens(1, 12)
+    with torch.no_grad():
+        cache = model(ids[:, :5], use_cache=True).cache
+
+        def fail(*_):
+            raise KeyboardInterrupt
+
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, 5:8], cache=cache)
+        finally:
+            hook.remove()
+        with pytest.raises(ValueError, match=r"read equally many tokens, got \[8, 5\], as a call that failed"):
+            model(ids[:, 5:], cache=cache)
+
+
+@pytest.mark.parametrize("more", [1, 30])
+def test_a_cache_made_in_inference_mode_goes_on_outside_it(model, more):
+    ids = tokens(2, 20 + more)
+    with torch.inference_mode():
+        cache = model(ids[:, :20], use_cache=True).cache
+    with torch.no_grad():
+        exact = model(ids, use_cache=False).logits[:, 20:]
+        torch.testing.assert_close(model(ids[:, 20:], cache=cache).logits, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("more", [1, 30])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_cache_goes_on_under_autocast_and_outside_it(model, more, first):
+    ids = tokens(2, 20 + more)
+    with torch.no_grad():
+        exact = model(ids, use_cache=False).logits[:, 20:]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=first):
+            cache = model(ids[:, :20], use_cache=True).cache
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not first):
+            found = model(ids[:, 20:], cache=cache).logits
+    # Rounded vectors may fall into other buckets.
+    assert (found.float() - exact).abs().mean() < 0.1 * exact.abs().mean()
+
+
+def test_no_cache_is_made_where_attention_maps_are_asked_for(model):
+    outputs = model(tokens(1, 9), use_cache=True, output_attentions=True)
+    assert outputs.cache is None
+    assert len(outputs.attentions) == 2

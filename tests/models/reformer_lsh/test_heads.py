@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import hf_longmem
+from hf_longmem.models.classification import pool_tokens
 
 Make = Callable[..., Any]
 HEADS = {
@@ -287,3 +288,7 @@ def test_sequences_that_do_not_count_have_no_share_in_the_loss_of_several_batche
     labels = torch.tensor([0, -100, 2, 1])
     summed = F.cross_entropy(model(ids).logits, labels, reduction="sum")
     close(model(ids, labels=labels, num_items_in_batch=7).loss, summed / 7)
+
+
+def test_the_mean_of_many_tokens_stays_in_the_range_of_half_precision() -> None:
+    assert pool_tokens(torch.ones(1, 70_000, 1, dtype=torch.float16), None, "mean").item() == 1

@@ -61,6 +61,14 @@ def test_a_later_token_changes_nothing_before_it_bit_for_bit(
         assert not torch.equal(before[:, position], after[:, position])
 
 
+@pytest.mark.parametrize("window", [{"lsh_num_chunks_before": 3}, {"lsh_attn_chunk_length": 256}])
+def test_wider_windows_change_no_earlier_bit_either(causal_lm: Make, tokens: Make, window: dict[str, Any]) -> None:
+    model = causal_lm(**({"lsh_attn_chunk_length": 64, "num_buckets": 2} | window))
+    ids, changed = tokens(1, 1000), tokens(1, 1000, seed=7)
+    changed[:, :900] = ids[:, :900]
+    assert torch.equal(logits_of(model, ids)[:, :900], logits_of(model, changed)[:, :900])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prefix_gives_what_the_whole_gives(causal_lm: Make, tokens: Make, kind: dict[str, Any]) -> None:
     model = causal_lm(**kind)

@@ -90,3 +90,16 @@ def test_axes_that_would_move_every_row_are_refused(causal_lm: Make, tmp_path: P
         ReformerLSHForCausalLM.from_pretrained(tmp_path, axial_pos_shape=[4, 8, 8])
     with pytest.raises(ValueError, match="at least 1 position, got 0"):
         model.resize_position_embeddings(0)
+
+
+@pytest.mark.parametrize("wanted", ["axial", "learned", "rotary"])
+@pytest.mark.parametrize("saved", [AXIAL, LEARNED, {"position_embedding_type": "rotary"}])
+def test_another_kind_of_positions_begins_anew(
+    causal_lm: Make, tmp_path: Path, saved: dict[str, Any], wanted: str
+) -> None:
+    model = causal_lm(**saved)
+    model.save_pretrained(tmp_path)
+    loaded = ReformerLSHForCausalLM.from_pretrained(tmp_path, position_embedding_type=wanted)
+    assert loaded.config.position_embedding_type == wanted
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert torch.isfinite(loaded(torch.arange(2, 12)[None]).logits).all()

@@ -54,6 +54,29 @@ def assert_same(got: list[Tensor], expected: list[Tensor], tolerance: float) -> 
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("rule", ["sliding", "chunk"])
+def test_what_stands_for_padding_may_be_anything(rule: str) -> None:
+    mask = make_mask("scattered", 2, 65)
+    hidden = ~mask[:, None, :, None]
+    found = []
+    for value in (0.0, torch.nan):
+        inputs = [x.detach().masked_fill(hidden, value).requires_grad_() for x in make_inputs(2, 2, 65)]
+        out = local_attention(*inputs, rule=rule, chunk_length=16, attention_mask=mask).masked_fill(hidden, 0.0)
+        found.append([grad.masked_fill(hidden, 0.0) for grad in output_and_gradients(out, inputs)])
+    for zeros, nans in zip(*found, strict=True):
+        assert torch.equal(zeros, nans)
+
+
+def test_the_default_type_does_not_matter() -> None:
+    inputs = make_inputs(1, 2, 65, dtype=torch.float32)
+    expected = local_attention(*inputs, chunk_length=16)
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert torch.equal(local_attention(*inputs, chunk_length=16), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # The fast operator equals the dense one
 
 

@@ -77,6 +77,27 @@ def test_drawn_rotations_follow_manual_seed():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("sizes", [(1, 3, 6), (3, 7, 10), (2, 8, 16)])
+def test_the_first_rounds_of_any_size_do_not_depend_on_how_many_follow(sizes):
+    heads, width, buckets = sizes
+    few, many = (
+        draw_rotations(heads, width, rounds, buckets, generator=torch.Generator().manual_seed(0)) for rounds in (1, 3)
+    )
+    assert torch.equal(many[:, :, :1], few)
+
+
+def test_seeded_rotations_trace_in_the_type_asked_for_whatever_the_default():
+    def rotate(x):
+        return x @ seeded_rotations(0, 0, 1, 4, 1, 8, dtype=torch.float64)[0, :, 0]
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(torch.compile(rotate, backend="aot_eager", fullgraph=True)(x), rotate(x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_seeded_rotations_are_traceable():
     torch.library.opcheck(hashing._seeded_rotations, (3, 1, 2, 8, 3, [4, 6]))
 

@@ -132,6 +132,70 @@ def test_a_later_token_changes_no_earlier_bit(merge, changed):
     assert not torch.equal(outs[0][:, :, changed:], outs[1][:, :, changed:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("chunk_length", "chunks_before"), [(64, 1), (64, 2), (64, 3), (300, 1), (512, 2)])
+def test_a_later_token_changes_no_earlier_bit_however_wide_the_window(dtype, chunk_length, chunks_before):
+    """Products over more keys are added in parts, whose borders must not move with what comes later."""
+    qk, v, _ = draw(1500, batch=1, dtype=torch.float32, head_dim=16)
+    rotations = draw_rotations(2, 16, 2, 2, generator=torch.Generator().manual_seed(4))
+    outs = []
+    for noise in (0.0, 5.0):
+        qk_ = qk.clone()
+        qk_[:, :, 1300:] += noise * torch.randn(qk_[:, :, 1300:].shape)
+        buckets = hash_vectors(qk_, rotations, 2)
+        shape = {"chunk_length": chunk_length, "chunks_before": chunks_before}
+        outs.append(lsh_attention(qk_.to(dtype), v.to(dtype), buckets, **shape))
+    assert torch.equal(outs[0][:, :, :1300], outs[1][:, :, :1300])
+    assert not torch.equal(outs[0][:, :, 1300:], outs[1][:, :, 1300:])
+
+
+@pytest.mark.parametrize("most_in_order", [0, 10**9], ids=["aligned", "dense"])
+@pytest.mark.parametrize("kind", [None, "scattered", "a whole row"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("merge", ["union", "sum"])
+@pytest.mark.parametrize("length", [1, 65, 257])
+def test_buckets_that_begin_with_a_block_change_nothing(monkeypatch, length, merge, causal, kind, most_in_order):
+    monkeypatch.setattr(layout, "KEYS_IN_ORDER_CPU", most_in_order)
+    monkeypatch.setattr(layout, "SCORES_PER_TILE_CPU", 10_000)
+    shape = {"chunk_length": 16, "chunks_before": 2, "chunks_after": 0 if causal else 1, "causal": causal}
+    mask = padding(kind, 2, length)
+    assert_fast_equals_naive(*draw(length, dtype=torch.float32), 1e-5, **shape, merge=merge, attention_mask=mask)
+
+
+@pytest.mark.parametrize(("candidates", "merge"), RULES)
+def test_what_stands_for_padding_may_be_anything(candidates, merge):
+    qk, v, buckets = draw(65)
+    mask = padding("scattered", 2, 65)
+    hidden = ~mask[:, None, :, None]
+    results = []
+    for value in (0.0, torch.nan):
+        qk_, v_ = (x.masked_fill(hidden, value).requires_grad_() for x in (qk, v))
+        out = lsh_attention(qk_, v_, buckets, chunk_length=16, candidates=candidates, merge=merge, attention_mask=mask)
+        out = out.masked_fill(hidden, 0.0)
+        grads = torch.autograd.grad(out.square().sum(), (qk_, v_))
+        results.append((out, *(grad.masked_fill(hidden, 0.0) for grad in grads)))
+    for zeros, nans in zip(*results, strict=True):
+        assert torch.equal(zeros, nans)
+
+
+def test_a_second_derivative_is_refused_by_name():
+    qk, v, buckets = draw(20)
+    qk.requires_grad_()
+    (grad,) = torch.autograd.grad(lsh_attention(qk, v, buckets, chunk_length=8).sin().sum(), qk, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_dropout_draws_its_seed_from_the_cpu_whatever_the_default_device(device):
+    qk, v, buckets = draw(40)
+    torch.manual_seed(0)
+    expected = lsh_attention(qk, v, buckets, chunk_length=8, dropout=0.5)
+    torch.manual_seed(0)
+    with torch.device(device):
+        assert torch.equal(lsh_attention(qk, v, buckets, chunk_length=8, dropout=0.5), expected)
+
+
 def test_the_chunk_rule_leaks_the_future_as_documented():
     qk, v, _ = draw(256, dtype=torch.float32)
     rotations = draw_rotations(2, 8, 3, 8, generator=torch.Generator().manual_seed(4))

@@ -16,7 +16,7 @@ from hf_longmem.layers.continuous_attention import ContinuousAttention
 from hf_longmem.layers.short_term_attention import ShortTermAttention
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.continuing import ContinuesFromCache
-from hf_longmem.models.documents import next_token_labels, unpack_documents
+from hf_longmem.models.documents import given_documents, next_token_labels, unpack_documents
 from hf_longmem.models.infinite_cache import InfiniteFormerCache, check_cache, keep
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 from hf_longmem.models.infinite_former.layer import InfiniteFormerLayer
@@ -263,7 +263,9 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, ContinuesFromCach
             no other token, it does not matter how documents are split among batches and processes.
             ``logits`` ``[B, T, V]``.
         """
-        if use_cache and cache is None and memory is None and torch.is_grad_enabled() and not self.training:
+        document_ids = given_documents(document_ids, kwargs)  # type: ignore[assignment]
+        asked = use_cache and cache is None and memory is None and document_ids is None
+        if asked and torch.is_grad_enabled() and not self.training:
             # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
             cache = InfiniteFormerCache(self.config)
         if labels is not None:
@@ -288,7 +290,7 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, ContinuesFromCach
         else:
             shift_labels = kwargs.get("shift_labels")
             if shift_labels is None:
-                shift_labels = next_token_labels(labels, document_ids)
+                shift_labels = next_token_labels(labels, document_ids, attention_mask)
             num_items = kwargs.get("num_items_in_batch")
             loss = head_cross_entropy(
                 self.lm_head,

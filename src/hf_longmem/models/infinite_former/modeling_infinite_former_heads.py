@@ -76,7 +76,7 @@ class InfiniteFormerForSequenceClassification(_InfiniteFormerClassifier):
             document_ids: refused, as a row has one score; give each document a row of its own.
             input_ids, position_ids, inputs_embeds, kwargs: see `InfiniteFormerModel`.
         """
-        refuse_documents(document_ids)
+        refuse_documents(document_ids, kwargs)
         outputs = self._encode(
             kwargs, labels, input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
         )

@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from hf_longmem._errors import complaint
 from hf_longmem.layers.continuous_attention import ContinuousAttention
 from hf_longmem.models.continuing import ContinuesFromCache
-from hf_longmem.models.documents import next_token_labels, unpack_documents
+from hf_longmem.models.documents import given_documents, next_token_labels, unpack_documents
 from hf_longmem.models.infinite_former.modeling_infinite_former import add_memory_loss, mean_memory_loss
 from hf_longmem.models.memory_augmented.attachment import DecoderLayers, find_decoder_layers
 from hf_longmem.models.memory_augmented.cache import MemoryAugmentedCache, check_cache
@@ -190,7 +190,8 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, ContinuesFromCache, Generati
         if cache is not None and memory is not None:
             fix = "pass memory while training and cache otherwise"
             raise ValueError(complaint("cache and memory exclude each other", "both", fix))
-        if use_cache and cache is None and memory is None and not self.training:
+        document_ids = given_documents(document_ids, kwargs)  # type: ignore[assignment]
+        if use_cache and cache is None and memory is None and document_ids is None and not self.training:
             # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
             cache = MemoryAugmentedCache(self.config)
         if not isinstance(logits_to_keep, int) or labels is not None or document_ids is not None:
@@ -216,13 +217,14 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, ContinuesFromCache, Generati
         elif labels is not None:
             shift_labels = kwargs.pop("shift_labels", None)
             if shift_labels is None:
-                shift_labels = next_token_labels(labels, document_ids)
+                shift_labels = next_token_labels(labels, document_ids, attention_mask)
             num_items = kwargs.get("num_items_in_batch")
+            items = (shift_labels != -100).sum() if num_items is None else torch.as_tensor(num_items)
             loss = self.loss_function(
                 logits.contiguous(),
                 None,
                 logits.shape[-1],
-                num_items_in_batch=num_items,
+                num_items_in_batch=items.clamp(min=1),  # nothing to predict costs nothing
                 shift_labels=shift_labels.contiguous(),
             )
             memory_loss = mean_memory_loss(outputs.memory_loss, shift_labels != -100)

@@ -23,7 +23,7 @@ from hf_longmem.layers.lsh_attention import LSHAttention
 from hf_longmem.layers.positions import AxialPositionEmbeddings, AxialTables, rotary_angles
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.cache import check_cache, check_hashing, next_positions
-from hf_longmem.models.documents import next_token_labels
+from hf_longmem.models.documents import given_documents, next_token_labels
 from hf_longmem.models.padding import compact_padding
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.reformer_loading import ReformerCheckpoints
@@ -353,7 +353,9 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
         Returns:
             ``loss`` if labels are given (the mean, or the sum over ``num_items_in_batch``), ``logits`` ``[B, T, V]``.
         """
-        asked = use_cache and cache is None and document_ids is None
+        document_ids = given_documents(document_ids, kwargs)  # type: ignore[assignment]
+        attentions = kwargs.get("output_attentions", self.config.output_attentions)
+        asked = use_cache and cache is None and document_ids is None and not attentions
         if asked and torch.is_grad_enabled() and not self.training:
             # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
             cache = DynamicCache(config=self.config)
@@ -374,7 +376,7 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
         if labels is not None:
             shift_labels = kwargs.get("shift_labels")
             if shift_labels is None:
-                shift_labels = next_token_labels(labels, document_ids)
+                shift_labels = next_token_labels(labels, document_ids, attention_mask)
             loss = token_loss(self, hidden_states, shift_labels, kwargs)
         if labels is None or not self.training:
             logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))

@@ -105,7 +105,7 @@ class ReformerLSHForSequenceClassification(ReformerLSHPreTrainedModel):
             document_ids: refused, as a row has one score; give each document a row of its own.
             input_ids, position_ids, inputs_embeds, kwargs: see `ReformerLSHModel`.
         """
-        refuse_documents(document_ids)
+        refuse_documents(document_ids, kwargs)
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         pooled = pool_tokens(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
         if self.config.classifier_activation is not None:

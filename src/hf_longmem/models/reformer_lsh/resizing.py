@@ -42,7 +42,7 @@ class ResizablePositions(CheckedLoading):
             dtypes = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
             config, kwargs = ReformerLSHConfig.from_pretrained(config or source, return_unused_kwargs=True, **kwargs)
             kwargs |= hub_arguments | dtypes
-        if saved.get("model_type") != config.model_type or _positions(saved) in (None, _positions(config.to_dict())):
+        if saved.get("model_type") != config.model_type or not _can_be_resized(saved, config.to_dict()):
             return load(source, *args, config=config, **kwargs)
         like_saved = copy.deepcopy(config)
         like_saved.axial_pos_shape = saved["axial_pos_shape"]
@@ -84,6 +84,12 @@ class ResizablePositions(CheckedLoading):
             positions.weight = nn.Parameter(rows, positions.weight.requires_grad)
             positions.num_embeddings = new_num_position_embeddings
         self.config.max_position_embeddings = new_num_position_embeddings
+
+
+def _can_be_resized(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Tell whether both have a table of one kind, of different sizes; nothing of another kind's could be kept."""
+    had, wants = _positions(saved), _positions(wanted)
+    return had is not None and wants is not None and had[0] == wants[0] and had != wants
 
 
 def _positions(config: dict[str, Any]) -> tuple[str, Sequence[int]] | None:

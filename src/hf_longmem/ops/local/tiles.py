@@ -82,7 +82,8 @@ def block_bias(plan: Plan, rule: str, chunks_before: int, chunks_after: int, cau
         visible = (chunks_back <= chunks_before) & (chunks_back >= -chunks_after)
     if causal:
         visible &= key <= query
-    return torch.zeros(visible.shape).masked_fill_(~visible, FORBIDDEN).unsqueeze(0)
+    bias_QM = torch.zeros(visible.shape, dtype=torch.float32)
+    return bias_QM.masked_fill_(~visible, FORBIDDEN).unsqueeze(0)
 
 
 def tiles(

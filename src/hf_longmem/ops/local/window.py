@@ -136,6 +136,13 @@ def _new_output(q_BHTD: Tensor) -> Tensor:
     return q_BHTD.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
+def _without_padding(mask_BT: Tensor | None, *tensors_BHTD: Tensor) -> tuple[Tensor, ...]:
+    """Zeros for padding, which may be anything: 0 times NaN is NaN."""
+    if mask_BT is None:
+        return tensors_BHTD
+    return tuple(x_BHTD.masked_fill(~mask_BT[:, None, :, None], 0.0) for x_BHTD in tensors_BHTD)
+
+
 @torch.library.custom_op("hf_longmem::local_attention", mutates_args=())
 def _attend(
     q_BHTD: Tensor,
@@ -152,6 +159,7 @@ def _attend(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and each query's log-sum-exp, +inf where it sees no key."""
+    q_BHTD, k_BHTD, v_BHTD = _without_padding(attention_mask, q_BHTD, k_BHTD, v_BHTD)
     dtype, shape, length = wide_dtype(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
     out_BHTD = _new_output(q_BHTD)
     lse_BHT = q_BHTD.new_empty(shape[:3], dtype=dtype)
@@ -202,6 +210,7 @@ def _attend_backward(
     causal: bool,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q_BHTD, k_BHTD, v_BHTD = _without_padding(attention_mask, q_BHTD, k_BHTD, v_BHTD)
     dtype, shape, length = wide_dtype(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
     grad_q_BHTD = torch.empty_like(q_BHTD)
     grad_k_BHTD, grad_v_BHTD = torch.zeros_like(k_BHTD, dtype=dtype), torch.zeros_like(v_BHTD, dtype=dtype)

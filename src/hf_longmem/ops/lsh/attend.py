@@ -44,7 +44,7 @@ def lsh_attention(
     also ``chunk_length * chunks_after`` places after it. With ``"chunk"`` it may see everything in its own and the
     neighbouring chunks of that order, whatever the bucket: Trax's and transformers' rule, in which a later token can
     change what an earlier one sees. A token sees itself only if it sees nothing else, and then keeps its own value,
-    whatever the dropout. Padding is never seen.
+    whatever the dropout. Padding is never seen. (A NaN of a real token, though, may reach any token of any row.)
 
     Args:
         qk_BHTD: shared queries and keys ``[B, H, T, D]``, floating.
@@ -103,7 +103,7 @@ def lsh_attention(
         numbers_BT = None if numbers_BT is None else torch.nn.functional.pad(numbers_BT, (0, padding))
     # A CPU tensor, so that neither the device waits nor a traced graph breaks; advancing the default generator makes
     # torch.manual_seed reproduce a run.
-    seed = torch.randint(2**62, ()) if dropout > 0.0 else None
+    seed = torch.randint(2**62, (), device="cpu") if dropout > 0.0 else None
     v_BHTD = v_BHTD.to(qk_BHTD.dtype)
     # Autocast would lower the precision of sums that the operator keeps in float32.
     with torch.autocast(qk_BHTD.device.type, enabled=False):
@@ -166,7 +166,7 @@ def _check(
         )
 
 
-def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+def _tables(qk_BHTD: Tensor, v_BHTD: Tensor, mask_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """Per slot ``[key | value | 1]``, and the length that makes a key its query again; two empty slots at the end."""
     head_dim = qk_BHTD.shape[-1]
     slots = qk_BHTD.numel() // head_dim
@@ -184,6 +184,11 @@ def _tables(qk_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         keys_SD.copy_(qk_SD / norm_S[:slots, None])
     table_SX[:slots, head_dim:-1] = v_BHTD.reshape(slots, head_dim)
     table_SX[:, -1] = 1.0
+    if mask_BT is not None:
+        # What stands for padding may be anything, and 0 times NaN is NaN.
+        hidden_S = ~mask_BT.bool()[:, None, :].expand(qk_BHTD.shape[:3]).reshape(slots)
+        table_SX[:slots, :-1].masked_fill_(hidden_S[:, None], 0.0)
+        norm_S[:slots].masked_fill_(hidden_S, 1.0)
     return table_SX, norm_S
 
 
@@ -231,8 +236,9 @@ def attend_tiles(
             causal,
             candidates,
             merge,
+            exact,
         )
-        table_SX, norm_S = _tables(qk_BHTD, v_BHTD)
+        table_SX, norm_S = _tables(qk_BHTD, v_BHTD, attention_mask)
         generator = seeded_generator(seed, qk_BHTD.device)
         for tile in layout.tiles():
             keys = table_SX.index_select(0, tile.key_slots).to(exact)
@@ -327,11 +333,12 @@ def attend_tiles_backward(
             causal,
             candidates,
             merge,
+            exact,
         )
-        table_SX, norm_S = _tables(qk_BHTD, v_BHTD)
+        table_SX, norm_S = _tables(qk_BHTD, v_BHTD, attention_mask)
         grad_out_SD = qk_BHTD.new_zeros(slots + 2, head_dim)
         grad_out_SD[:slots] = grad_out_BHTD.reshape(slots, head_dim)
-        delta_BHT = torch.linalg.vecdot(grad_out_BHTD.to(exact), out_BHTD.to(exact))
+        delta_BHT = torch.linalg.vecdot(grad_out_BHTD.to(exact), out_BHTD.to(exact)).masked_fill_(lse_BHT.isinf(), 0.0)
         # One gather fetches what a query needs: its length, log-sum-exp and delta.
         facts_3S = norm_S.new_full((3, slots + 2), torch.inf)
         facts_3S[0] = norm_S
@@ -392,4 +399,10 @@ def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tupl
     return (*grads, *(None,) * (4 + len(ctx.settings)))
 
 
+def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    fix = "use hf_longmem.ops.lsh.naive"
+    raise RuntimeError(complaint("lsh_attention has first derivatives only", "a request for a second one", fix))
+
+
 _attend.register_autograd(_backward, setup_context=_save)
+_attend_backward.register_autograd(_refuse_second_derivative)

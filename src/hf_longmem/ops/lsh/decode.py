@@ -58,8 +58,8 @@ def empty_state(qk_BHTD: Tensor, num_hashes: int, num_buckets: int | Sequence[in
     buckets = math.prod(bucket_factors(num_buckets))
     integers: dict[str, Any] = {"dtype": torch.int32, "device": qk_BHTD.device}
     return LSHState(
-        qk_BHPD=qk_BHTD.new_empty(batch, heads, 1, head_dim),
-        v_BHPD=qk_BHTD.new_empty(batch, heads, 1, head_dim),
+        qk_BHPD=qk_BHTD.new_zeros(batch, heads, 1, head_dim),
+        v_BHPD=qk_BHTD.new_zeros(batch, heads, 1, head_dim),
         buckets_BHRP=torch.zeros(batch, heads, num_hashes, 1, **integers),
         seen_B=torch.zeros(batch, dtype=torch.int64, device=qk_BHTD.device),
         ring_BHRX=torch.zeros(batch, heads, num_hashes, buckets * window, **integers),
@@ -111,6 +111,8 @@ def extend(
     if state.length == 0:
         out_BHTD = lsh_attention(qk_BHTD, v_BHTD, buckets_BHRT, attention_mask=real_BT, **reach)
     with torch.no_grad():
+        if state.qk_BHPD.is_inference() and not torch.is_inference_mode_enabled():
+            state = state.map_rows(torch.clone)  # what inference mode made cannot be changed in place outside it
         fresh = state.length == 0
         qk, v = qk_BHTD.detach(), v_BHTD.detach()
         new_B = state.seen_B.new_full(state.seen_B.shape, tokens) if real_BT is None else real_BT.sum(1)
@@ -165,7 +167,7 @@ def _remember(state: LSHState, qk_BHTD: Tensor, v_BHTD: Tensor, buckets_BHRT: Te
         room += more
     place_BT = torch.where(place_BT < 0, room, place_BT)
     index_BHTD = place_BT[:, None, :, None].expand(qk_BHTD.shape)
-    state.qk_BHPD.scatter_(2, index_BHTD, qk_BHTD)
+    state.qk_BHPD.scatter_(2, index_BHTD, qk_BHTD.to(state.qk_BHPD.dtype))
     state.v_BHPD.scatter_(2, index_BHTD, v_BHTD.to(state.v_BHPD.dtype))
     state.buckets_BHRP.scatter_(3, place_BT[:, None, None, :].expand(buckets_BHRT.shape), buckets_BHRT)
     return dataclasses.replace(state, length=length)
@@ -238,7 +240,7 @@ def _attend_with_past(
         **reach,
     )
     index_BHTD = place_BT.clamp(min=0)[:, None, :, None].expand(v_BHTD.shape)
-    out_BHTD = out_BHPD.gather(2, index_BHTD)
+    out_BHTD = out_BHPD.gather(2, index_BHTD).to(v_BHTD.dtype)
     return out_BHTD if real_BT is None else torch.where(real_BT[:, None, :, None], out_BHTD, v_BHTD)
 
 

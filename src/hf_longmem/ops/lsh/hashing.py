@@ -61,10 +61,9 @@ def draw_rotations(
     Source: Andoni et al. 2015 (arXiv 1509.02897); Kitaev et al. 2020, section 2.
     """
     columns = sum(bucket_factors(num_buckets)) // 2
-    rotations_RHDF = torch.randn(
-        num_hashes, num_heads, head_dim, columns, generator=generator, device=device, dtype=dtype
-    )
-    return rotations_RHDF.permute(1, 2, 0, 3)
+    shape = num_heads, head_dim, columns
+    rounds = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(num_hashes)]
+    return torch.stack(rounds, dim=2)
 
 
 @torch.library.custom_op("hf_longmem::seeded_rotations", mutates_args=())
@@ -72,13 +71,15 @@ def _seeded_rotations(
     seed: int, layer: int, num_heads: int, head_dim: int, num_hashes: int, num_buckets: Sequence[int]
 ) -> Tensor:
     # A large odd stride keeps the layers' streams of one seed, and of neighbouring seeds, apart.
-    generator = torch.Generator().manual_seed((seed + layer * 0x9E3779B97F4A7C15) % 2**63)
-    return draw_rotations(num_heads, head_dim, num_hashes, num_buckets, generator=generator).contiguous()
+    generator = torch.Generator("cpu").manual_seed((seed + layer * 0x9E3779B97F4A7C15) % 2**63)
+    rotations_HDRF = draw_rotations(num_heads, head_dim, num_hashes, num_buckets, generator=generator, device="cpu")
+    return rotations_HDRF.contiguous()
 
 
 @_seeded_rotations.register_fake
 def _(seed: int, layer: int, num_heads: int, head_dim: int, num_hashes: int, num_buckets: Sequence[int]) -> Tensor:
-    return torch.empty(num_heads, head_dim, num_hashes, sum(num_buckets) // 2)
+    columns = sum(num_buckets) // 2
+    return torch.empty(num_heads, head_dim, num_hashes, columns, device="cpu", dtype=torch.float32)
 
 
 def seeded_rotations(

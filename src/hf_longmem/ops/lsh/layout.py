@@ -22,6 +22,8 @@ from hf_longmem.ops._blocks import FORBIDDEN, LONELY
 SCORES_PER_TILE_CPU = 2**19
 SCORES_PER_TILE = 2**25
 QUERIES_PER_BLOCK = 32
+# Up to so many keys a CPU's float32 product adds one after the other, so that zeros between them change no bit.
+KEYS_IN_ORDER_CPU = 160
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +69,24 @@ class BucketLayout:
     All rows and heads are one sequence: other buckets are masked anyway, so other rows are too. The code ``u`` of a
     slot in a round is its place in that sequence, plus a gap larger than the window at every change of bucket:
     ``j`` is a candidate of ``i`` if and only if ``-after <= u_i - u_j <= before``.
+
+    A later token shifts all that follows it in the sequence, and may so move a token's keys within their block. Where a
+    product might then add them in another order, each bucket begins with a block of its own (``aligned``): where in a
+    block a token stands depends only on its place in the bucket, on earlier tokens that is.
     """
 
     bias_unit = -FORBIDDEN
 
     def __init__(
-        self, order_BHRT: Tensor, buckets_BHRT: Tensor, mask_BT: Tensor | None, before: int, after: int, *, once: bool
+        self,
+        order_BHRT: Tensor,
+        buckets_BHRT: Tensor,
+        mask_BT: Tensor | None,
+        before: int,
+        after: int,
+        *,
+        once: bool,
+        dtype: torch.dtype,
     ) -> None:
         batch, heads, rounds, length = order_BHRT.shape
         device = order_BHRT.device
@@ -89,7 +103,6 @@ class BucketLayout:
         self.keys = pad_before + self.queries + pad_after
         self.first_query = pad_before
         self.tile_blocks = blocks_per_tile(self.queries * self.keys, device)
-        self.blocks = -(-self.slots // self.queries)
 
         if mask_BT is not None:
             buckets_BHRT = buckets_BHRT.masked_fill(~mask_BT.bool()[:, None, None, :], -1)
@@ -98,21 +111,24 @@ class BucketLayout:
         torch.ne(sorted_BHRT[..., 1:], sorted_BHRT[..., :-1], out=changes_BHRT[..., 1:])
         gap = max(before, after) + 1
         largest = self.scale * self.slots * (gap + 1)
-        dtype, far = (torch.int32, 2**30) if largest < 2**30 else (torch.int64, 2**62)
+        whole, far = (torch.int32, 2**30) if largest < 2**30 else (torch.int64, 2**62)
         row_offset_BH11 = (torch.arange(batch * heads, device=device) * length).view(batch, heads, 1, 1)
         order_RS = (order_BHRT + row_offset_BH11).permute(2, 0, 1, 3).reshape(rounds, self.slots)
         changes_RS = changes_BHRT.permute(2, 0, 1, 3).reshape(rounds, self.slots)
-        codes_RS = torch.cumsum(changes_RS, dim=-1, dtype=dtype).mul_(gap)
-        codes_RS.add_(torch.arange(self.slots, dtype=dtype, device=device)).mul_(self.scale)
+        codes_RS = torch.cumsum(changes_RS, dim=-1, dtype=whole).mul_(gap)
+        codes_RS.add_(torch.arange(self.slots, dtype=whole, device=device)).mul_(self.scale)
         if device.type == "cpu" and codes_RS.numel():
             # The bound counts a change of bucket at every token; to look at the largest code is free on a CPU only.
             largest = int(codes_RS[:, -1].max())
-        self.codes_RS = torch.full((rounds, self.slots + 2), far, dtype=dtype, device=device)
+        self.codes_RS = torch.full((rounds, self.slots + 2), far, dtype=whole, device=device)
         self.codes_RS[:, self.slots] = -far
         self.codes_RS.scatter_(1, order_RS, codes_RS)
         if largest < 2**24:
             # Whole numbers up to 2^24 are exact in float32, and then need not be converted tile by tile.
             self.codes_RS = self.codes_RS.float()
+        in_order = device.type == "cpu" and dtype == torch.float32 and self.keys <= KEYS_IN_ORDER_CPU
+        place_RS = None if in_order else self._aligned_places(changes_RS)
+        self.blocks = -(-(self.slots if place_RS is None else int(place_RS.max()) + 1) // self.queries)
         tail = self.blocks * self.queries - self.slots + pad_after
         self.sequence_RX = torch.cat(
             [
@@ -122,7 +138,18 @@ class BucketLayout:
             ],
             dim=1,
         )
+        if place_RS is not None:
+            self.sequence_RX[:, pad_before:] = self.slots
+            self.sequence_RX.scatter_(1, place_RS + pad_before, order_RS)
         self.band_QM = self._band(device)
+
+    def _aligned_places(self, changes_RS: Tensor) -> Tensor:
+        """Where each slot stands if every bucket begins with a block."""
+        place_S = torch.arange(self.slots, device=changes_RS.device)
+        first_RS = torch.where(changes_RS, place_S, 0).cummax(dim=1).values
+        gap_RS = torch.zeros_like(first_RS)
+        gap_RS[:, 1:] = torch.where(changes_RS[:, 1:], (first_RS[:, :-1] - place_S[1:]) % self.queries, 0)
+        return place_S + gap_RS.cumsum(dim=1)
 
     def _band(self, device: torch.device) -> Tensor:
         ahead_QM = (
@@ -307,13 +334,15 @@ def candidate_layout(
     causal: bool,
     candidates: str,
     merge: str,
+    dtype: torch.dtype,
 ) -> Layout:
-    """Choose the layout of a candidate rule; the arguments are those of ``lsh_attention``, checked there."""
+    """Choose the layout of a candidate rule; the arguments are those of ``lsh_attention``, checked there, and the type
+    in which products are taken."""
     once, length = merge == "union", order_BHRT.shape[-1]
     # Places beyond the input hold nothing: without them a window wider than a short input costs no more than it.
     if candidates == "bucket":
         before, after = min(chunk_length * before, length), min(chunk_length * after, length)
-        return BucketLayout(order_BHRT, buckets_BHRT, mask_BT, before, after, once=once)
+        return BucketLayout(order_BHRT, buckets_BHRT, mask_BT, before, after, once=once, dtype=dtype)
     chunk_length = min(chunk_length, length)
     return ChunkLayout(order_BHRT, mask_BT, documents_BT, chunk_length, before, after, causal=causal, once=once)
 
