@@ -6,13 +6,17 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
+from hf_longmem import LongTermMemoryConfig, add_long_term_memory
+from hf_longmem.cli import inputs
 from hf_longmem.cli import train as train_command
+from hf_longmem.cli.errors import CommandError
 from hf_longmem.cli.main import main
 
 TINY = shlex.split(
@@ -204,6 +208,14 @@ def test_text_that_cannot_be_read_is_one_clear_line(tmp_path: Path, capsys: pyte
     for name, reason in (("gone", "got no such file"), ("empty", "got an empty file"), ("latin", "must be UTF-8")):
         assert reason in fails([*TINY, "--text", str(tmp_path / f"{name}.txt"), *output], capsys)
     assert "no-such-set" in fails([*TINY, "--dataset", str(tmp_path / "no-such-set"), *output], capsys)
+    (tmp_path / "tiny.txt").write_text("hello world, yes")
+    tiny = ["--text", str(tmp_path / "tiny.txt"), *output]
+    memory = shlex.split("--model_type infinite_former --hidden_size 16 --num_attention_heads 2 --use_cpu")
+    for settings in (TINY, [*TINY, "--held_out_fraction", "0.03"], memory):
+        assert fails([*settings, *tiny], capsys).startswith(
+            "the held-out text must have two tokens one after another, to predict the second, got fewer; give more text"
+        )
+    assert fails([*TINY, *tiny, "--held_out_fraction", "0.99"], capsys).startswith("the training text must have two")
     assert not (tmp_path / "out").exists()
 
 
@@ -266,3 +278,52 @@ def test_another_architecture_of_transformers_trains_by_the_same_command(corpus:
         "--sequence_length 128 --max_steps 1 --max_new_tokens 2 --use_cpu"
     )
     assert main(["train", *shlex.split(settings), *corpus, "--output_dir", str(tmp_path / "out")]) == 0
+
+
+def test_a_memorys_settings_are_its_checkpoints(
+    corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=384, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    add_long_term_memory(base, LongTermMemoryConfig(segment_length=8, num_basis=8)).save_pretrained(tmp_path / "memory")
+    ByT5Tokenizer().save_pretrained(tmp_path / "memory")
+    common = ["--model_name_or_path", str(tmp_path / "memory"), *corpus, "--output_dir", str(tmp_path / "out")]
+    for name, value in (
+        ("segment_length", "16"),
+        ("num_basis", "16"),
+        ("memory_decay", "uniform"),
+        ("sticky_memories", "true"),
+        ("hidden_size", "32"),
+        ("num_hidden_layers", "2"),
+    ):
+        error = fails([*common, f"--{name}", value], capsys)
+        assert error.endswith(
+            "a memory_augmented checkpoint fixes the sizes of its model and the settings of its memory, "
+            f"got {name}; leave it out, or make another with add_long_term_memory"
+        )
+    assert "no such setting, got num_hashes" in fails([*common, "--num_hashes", "2"], capsys)
+
+
+def prompted(tokens: list[int], positions: int, **given: Any) -> tuple[list[int], int]:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=384, n_embd=8, n_layer=1, n_head=1, n_positions=positions))
+    found, count = inputs.prompt(inputs.RunArguments(**given), ByT5Tokenizer(), model, tokens)
+    return found[0].tolist(), count
+
+
+@pytest.mark.parametrize("positions", [1, 2, 63, 64, 128, 399, 4096])
+def test_by_default_the_prompt_and_what_follows_fit(positions: int) -> None:
+    tokens, count = prompted([5] * 5000, positions)
+    assert 1 <= len(tokens) <= 256
+    assert len(tokens) + count <= positions
+    assert count == min(200, positions // 2)
+    if positions > 2:
+        assert prompted([5] * 5000, positions, prompt="ab")[1] == min(200, positions - 2)
+    with pytest.raises(CommandError, match=f"must fit max_position_embeddings, {positions}, got 0 and {positions}"):
+        prompted([5] * 5000, positions, max_new_tokens=positions)
+    with pytest.raises(CommandError, match=f"got {positions} and 1"):
+        prompted([], positions, prompt="a" * positions)
+
+
+def test_the_prompt_ends_before_the_mark_of_a_documents_end() -> None:
+    end = ByT5Tokenizer().eos_token_id
+    for tokens in ([7, 8, end, 9], [end, end, 7, 8, end], [7, 8]):
+        assert prompted(tokens, 64, max_new_tokens=3) == ([7, 8], 3)

@@ -56,6 +56,16 @@ def test_a_data_set_of_ids_is_packed_too_and_always_alike() -> None:
         ([], 5, "some tokens to pack, got none"),
         ([[], []], 5, "some tokens to pack, got none"),
         (["a text"], 5, "must be token ids"),
+        ("a text", 5, "got str; pass a list of one document"),
+        ({"train": [[1]]}, 5, "got a dict of train"),
+        ([{"text": "a"}], 5, "must be token ids, or mappings with input_ids, got text"),
+        ([[1, None]], 5, "must be whole numbers, one list a document, got null among them"),
+        ([[1.5]], 5, "got numbers with fractions"),
+        ([[[1, 2]]], 5, "got lists in a list"),
+        ([5], 5, "whole numbers, one list a document, got 5"),
+        ([[2**31]], 5, "must be at most 2,147,483,647, got 2147483648"),
+        ([{"input_ids": [5, 0], "attention_mask": [1, 0]}], 5, "no padding .* got a row with zeros"),
+        ([{"input_ids": [5, 6], "labels": [-100, 6]}], 5, "labels must equal input_ids"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(documents: Any, length: int, words: str) -> None:

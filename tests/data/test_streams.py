@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, LargeList, List, Value, load_from_disk
+from datasets import Dataset, DatasetDict, Features, LargeList, List, Value, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 from torch.utils.data import DataLoader
-from transformers import ByT5Tokenizer
+from transformers import BatchEncoding, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_longmem import DocumentStreams
 from hf_longmem.data.streams import IterableDocumentStreams
@@ -258,9 +259,106 @@ def test_what_cannot_be_streamed(documents: Any, arguments: dict[str, int], mess
 
 def test_what_cannot_be_streamed_from_an_iterable() -> None:
     arguments = {"batch_size": 1, "sequence_length": 4}
-    with pytest.raises(ValueError, match="got str; pass a list of one document"):
-        DocumentStreams.from_iterable("text", **arguments)
+    with pytest.raises(ValueError, match="iterable, or a function that returns one, got None"):
+        DocumentStreams.from_iterable(None, **arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="input_ids or 'text', got body; name the text_column"):
         list(DocumentStreams.from_iterable([{"body": "a"}], **arguments))
     with pytest.raises(IndexError, match=r"in 0 \.\. 0, got 1"):
         DocumentStreams([[1]], **arguments)[1]
+
+
+SPLITS = DatasetDict(train=Dataset.from_dict({"text": ["a"]}), test=Dataset.from_dict({"text": ["b"]}))
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ("text", "got str; pass a list of one document"),
+        (SPLITS, r"got a DatasetDict of train, test; name a split, for instance documents\['train'\]"),
+        (BatchEncoding({"input_ids": [[1, 2]]}), "got a BatchEncoding of input_ids; pass columns as Dataset"),
+        ({"input_ids": [1, 2]}, "got a dict of input_ids; .* and one document in a list"),
+        ({}, "got a dict of nothing"),
+    ],
+)
+def test_names_and_letters_are_no_documents(documents: Any, message: str) -> None:
+    arguments = {"batch_size": 1, "sequence_length": 4, "tokenizer": ByT5Tokenizer()}
+    for streams_of in (DocumentStreams, DocumentStreams.from_iterable):
+        with pytest.raises(ValueError, match=message):
+            streams_of(documents, **arguments)
+    with pytest.raises(ValueError, match=message):
+        list(DocumentStreams.from_iterable(lambda: documents, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, None], "got null"),
+        ([1.5, 2.0], "whole numbers"),
+        ([[1, 2], [3, 4]], "whole numbers"),
+        ([[1, 2], [3]], "whole numbers"),
+        (["a", "b"], "whole numbers|need a tokenizer"),
+        ([True, False], "whole numbers"),
+    ],
+)
+def test_token_ids_are_whole_numbers(ids: list[Any], message: str) -> None:
+    arguments = {"batch_size": 1, "sequence_length": 4}
+    for documents in ([[5], ids], [{"input_ids": ids}], Dataset.from_dict({"input_ids": [ids]})):
+        with pytest.raises(ValueError, match=message):
+            DocumentStreams(documents, **arguments)
+        with pytest.raises(ValueError, match=message):
+            list(DocumentStreams.from_iterable(documents, **arguments))
+
+
+def test_a_row_without_token_ids_is_refused() -> None:
+    with pytest.raises(ValueError, match="every row must have its input_ids, got null; leave such rows out"):
+        DocumentStreams(Dataset.from_dict({"input_ids": [[1], None]}), batch_size=1, sequence_length=4)
+    with pytest.raises(ValueError, match="must hold strings alone, got None"):
+        DocumentStreams([["a", None]], batch_size=1, sequence_length=4, tokenizer=ByT5Tokenizer())
+
+
+@pytest.mark.parametrize("kind", [Dataset.from_list, list, lambda rows: Dataset.from_list(rows).with_format("torch")])
+def test_padding_and_labels_of_rows_are_not_dropped_unseen(kind: Callable[..., Any]) -> None:
+    arguments = {"batch_size": 1, "sequence_length": 4}
+    ids = {"input_ids": [5, 6, 7]}
+    for beside, message in (
+        ({"attention_mask": [1, 1, 0]}, "no padding .* got a row with zeros; tokenize without padding"),
+        ({"labels": [-100, 6, 7]}, r"\(labels must equal input_ids\), got other labels; remove the column labels"),
+    ):
+        rows = kind([ids | {"attention_mask": [1, 1, 1], "labels": [5, 6, 7]}, ids | beside])
+        with pytest.raises(ValueError, match=message):
+            DocumentStreams(rows, **arguments)
+        with pytest.raises(ValueError, match=message):
+            list(DocumentStreams.from_iterable(rows, **arguments))
+    rows = kind([ids | {"attention_mask": [1, 1, 1], "labels": [5, 6, 7]}])
+    assert DocumentStreams(rows, **arguments)[0]["input_ids"].tolist() == [5, 6, 7]
+    # The label of a class.
+    rows = kind([ids | {"labels": 1}])
+    assert DocumentStreams(rows, **arguments)[0]["input_ids"].tolist() == [5, 6, 7]
+
+
+def test_a_document_in_strings_is_their_text() -> None:
+    # One token for all of it, which only the whole text shows.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"ab": 0, "a": 1, "b": 2}, "b")))
+    streams = DocumentStreams.from_iterable([["a", "b"]], batch_size=1, sequence_length=4, tokenizer=tokenizer)
+    assert documents_read(list(streams)) == [[0]]
+
+
+def test_the_state_at_the_end_begins_the_next_epoch() -> None:
+    documents = numbered([9, 5])
+    streams, again = (
+        DocumentStreams.from_iterable(documents, batch_size=1, sequence_length=4, world_size=1) for _ in range(2)
+    )
+    everything = list(streams)
+    again.load_state_dict(streams.state_dict())
+    same_pieces(list(again), everything)
+    again.load_state_dict({"time": len(everything)})
+    with pytest.raises(ValueError, match=r"before the documents' end, 5, got 5; load \{'time': 0\}"):
+        list(again)
+
+
+def test_an_epoch_without_documents_is_refused() -> None:
+    documents = iter(numbered([5]))
+    streams = DocumentStreams.from_iterable(lambda: documents, batch_size=1, sequence_length=4)
+    assert len(list(streams)) == 2
+    with pytest.raises(ValueError, match=r"every epoch must have documents with tokens, got none; .* new iterator"):
+        list(streams)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
@@ -18,6 +21,7 @@ from hf_longmem.data.text import (
     python_documents,
     read_documents,
     split_documents,
+    token_pieces,
 )
 
 TOKENIZER = ByT5Tokenizer()
@@ -201,3 +205,42 @@ def test_a_data_set_without_train_split_is_refused(tmp_path: Path) -> None:
     DatasetDict(test=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"must have a train split, got \['test'\]"):
         load_documents(str(tmp_path / "saved"))
+
+
+WORDS = ["the", "there", "other", "another", "rather", "gather", "a", "an", "\n", "  ", "é"]
+SPLITTERS: dict[str, Any] = {
+    "byte-level": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "SentencePiece": lambda: pre_tokenizers.Metaspace(prepend_scheme="always"),
+}
+
+
+def word_tokenizer(kind: str) -> PreTrainedTokenizerBase:
+    """A byte pair encoding that has whole words, each with the space before it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = SPLITTERS[kind]()
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(WORDS * 9)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def pieces(text: Any, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    return list(token_pieces(text, tokenizer, np.dtype("int64")))
+
+
+@pytest.mark.parametrize("kind", SPLITTERS)
+def test_text_has_the_same_tokens_whole_and_in_parts(kind: str) -> None:
+    tokenizer = word_tokenizer(kind)
+    text = " ".join(np.random.default_rng(0).choice(WORDS, 40_000))
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(pieces(text, tokenizer)) > 2
+    for size in (len(text), 70_000, 1000, 3):
+        parts = (text[start : start + size] for start in range(0, len(text), size))
+        assert np.concatenate(pieces(parts, tokenizer)).tolist() == whole
+    assert pieces("", tokenizer) == pieces(iter(()), tokenizer) == []
+
+
+def test_text_without_spaces_is_cut_where_it_must() -> None:
+    text = "x" * 70_000 + " " * 70_000
+    found = pieces(text, TOKENIZER)
+    assert [len(piece) for piece in found] == [65_536, 65_536, 140_000 - 2 * 65_536]
+    assert TOKENIZER.decode(np.concatenate(found)) == text

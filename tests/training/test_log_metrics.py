@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_longmem import (
     BitsPerByte,
@@ -197,3 +204,42 @@ def test_the_model_is_left_as_it_was(trainer: Callable[..., Trainer]) -> None:
     run.train()
     assert not run.model._forward_hooks
     assert "eval_bits_per_byte" not in run.evaluate()
+
+
+def test_a_batch_without_a_label_counts_for_nothing(trainer: Callable[..., Trainer]) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
+    rows = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(3, 23), torch.tensor([5]))]
+    with torch.no_grad():
+        expected = model(input_ids=rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss.item()
+        assert model(input_ids=rows[1]["input_ids"][None], labels=rows[1]["labels"][None]).loss.isnan()
+    run = trainer(
+        model=model,
+        callbacks=[LogMetricsCallback()],
+        trainer_settings={"data_collator": None, "train_dataset": rows[:1], "eval_dataset": rows},
+        label_names=None,
+        learning_rate=0.0,
+        per_device_eval_batch_size=1,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    run.train()
+    for line in lines(run, "eval_bits_per_byte"):
+        assert line["eval_bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-5)
+
+
+def test_training_again_after_an_interruption_counts_once(trainer: Callable[..., Trainer]) -> None:
+    class Interrupts(TrainerCallback):
+        armed = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self.armed:
+                self.armed = False
+                raise KeyboardInterrupt
+
+    run = trainer(callbacks=[LogMetricsCallback(ByT5Tokenizer()), Interrupts()], learning_rate=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.train()
+    assert not run.model._forward_hooks

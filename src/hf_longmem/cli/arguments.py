@@ -182,7 +182,10 @@ class RunArguments:
     prompt: str | None = field(
         default=None, metadata=_help("Text to continue at the end.", "the start of the held-out text")
     )
-    max_new_tokens: int = field(default=200, metadata={"help": "Tokens to generate at the end; 0 generates nothing."})
+    max_new_tokens: int | None = field(
+        default=None,
+        metadata=_help("Tokens to generate at the end; 0 generates nothing.", "200, at most half of its positions"),
+    )
 
 
 def _default(name: str, value: Any) -> Any:

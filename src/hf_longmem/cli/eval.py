@@ -179,9 +179,8 @@ class _Document:
 
     def __iter__(self) -> Iterator[int]:
         first = True
-        for part in self.text:
-            for tokens in token_pieces(part, self.tokenizer, np.dtype(np.int64)):
-                self.num_bytes += int(self.counts[tokens[1:] if first else tokens].sum())
-                first = first and not len(tokens)
-                self.bar.update(int(self.counts[tokens].sum()))
-                yield from tokens.tolist()
+        for tokens in token_pieces(self.text, self.tokenizer, np.dtype(np.int64)):
+            self.num_bytes += int(self.counts[tokens[1:] if first else tokens].sum())
+            first = first and not len(tokens)
+            self.bar.update(int(self.counts[tokens].sum()))
+            yield from tokens.tolist()

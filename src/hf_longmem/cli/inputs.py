@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from hf_longmem.data.text import load_documents, python_documents, read_document
 from hf_longmem.training.checkpoints import checkpoint_fault, checkpoint_world_size, last_complete_checkpoint
 
 PROMPT_TOKENS = 256
+NEW_TOKENS = 200
+# Where a model with a memory has its settings; they are its checkpoint's.
+_WITH_MEMORY = "memory_augmented"
 
 
 def checkpoint_to_resume(training: LanguageModelingArguments, run_arguments: RunArguments) -> str | None:
@@ -160,22 +164,42 @@ def model(model_arguments: ModelArguments, data: DataArguments, tokenizer: PreTr
 def _refuse_unknown(given: dict[str, Any], config_class: Any) -> None:
     default = config_class()
     for name in given:
+        if default.model_type == _WITH_MEMORY and _is_fixed(name, default):
+            rule = f"a {_WITH_MEMORY} checkpoint fixes the sizes of its model and the settings of its memory"
+            raise CommandError(complaint(rule, name, "leave it out, or make another with add_long_term_memory"))
         if not hasattr(default, name):
             raise CommandError(complaint(f"{default.model_type} models have no such setting", name, "leave it out"))
 
 
+def _is_fixed(name: str, config: Any) -> bool:
+    inner = getattr(type(config), name, None)
+    return hasattr(config.memory_config, name) or (isinstance(inner, property) and inner.fset is None)
+
+
 def prompt(
     run_arguments: RunArguments, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, held_out: list[int]
-) -> torch.Tensor:
-    """The tokens to continue, of shape [1, T]; checked here, before the time that training takes."""
+) -> tuple[torch.Tensor, int]:
+    """The tokens to continue, of shape [1, T], and how many to generate; checked before the time that training takes.
+
+    By default both fit the model: the prompt is the start of the held-out text, or of its first document.
+    """
     longest = getattr(model.config, "max_position_embeddings", None)
-    room = PROMPT_TOKENS if longest is None else longest - run_arguments.max_new_tokens
+    asked = run_arguments.max_new_tokens
     if run_arguments.prompt is None:
-        tokens = held_out[: max(min(PROMPT_TOKENS, room), 0)]
+        most = NEW_TOKENS if longest is None else min(NEW_TOKENS, longest // 2)
+        room = PROMPT_TOKENS if longest is None else min(PROMPT_TOKENS, longest - (most if asked is None else asked))
+        tokens = _first_document(held_out, tokenizer)[: max(room, 0)]
     else:
         tokens = tokenizer(run_arguments.prompt, add_special_tokens=False)["input_ids"]
-    if not tokens or (longest is not None and len(tokens) > room):
+        most = NEW_TOKENS if longest is None else max(min(NEW_TOKENS, longest - len(tokens)), 1)
+    new = most if asked is None else asked
+    if not tokens or (longest is not None and len(tokens) + new > longest):
         rule = f"a prompt of at least one token and max_new_tokens must fit max_position_embeddings, {longest}"
-        received = f"{len(tokens)} and {run_arguments.max_new_tokens}"
-        raise CommandError(complaint(rule, received, "change --prompt or --max_new_tokens"))
-    return torch.tensor([tokens])
+        raise CommandError(complaint(rule, f"{len(tokens)} and {new}", "change --prompt or --max_new_tokens"))
+    return torch.tensor([tokens]), new
+
+
+def _first_document(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What stands before the mark that ends a document, and after those that end empty ones."""
+    text = itertools.dropwhile(lambda token: token == tokenizer.eos_token_id, tokens)
+    return list(itertools.takewhile(lambda token: token != tokenizer.eos_token_id, text))

@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> None:
     tokenizer = inputs.tokenizer(model_arguments)
     model = inputs.model(model_arguments, data_arguments, tokenizer)
     data = training_data(documents, tokenizer, model, data_arguments, training)
-    prompt = inputs.prompt(run_arguments, tokenizer, model, data.beginning)
+    prompt, max_new_tokens = inputs.prompt(run_arguments, tokenizer, model, data.beginning)
     whole = WholeCheckpointsCallback()
     callbacks: list[TrainerCallback] = [LogMetricsCallback(tokenizer), whole]
     if data.streams:
@@ -96,8 +96,8 @@ def run(arguments: Sequence[str]) -> None:
             source, datasets = inputs.description(data_arguments)
             text = "\n* ".join([f"{source}\n", *_sizes(documents, data).splitlines()])
             write_training_card(trainer, arguments, data=text, datasets=datasets, metrics=results, unit="byte")
-    if run_arguments.max_new_tokens > 0 and trainer.is_world_process_zero():
-        say(_continuation(model, tokenizer, prompt, run_arguments.max_new_tokens))
+    if max_new_tokens > 0 and trainer.is_world_process_zero():
+        say(_continuation(model, tokenizer, prompt, max_new_tokens))
     say(_summary(results, training.output_dir if training.do_train else None))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 from datasets import DatasetDict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from hf_longmem._errors import complaint
 from hf_longmem.cli.arguments import DataArguments, LanguageModelingArguments
@@ -43,7 +45,11 @@ def training_data(
     data: DataArguments,
     training: LanguageModelingArguments,
 ) -> TrainingData:
-    """Tokenise the documents and arrange them; settings of Trainer that streams ask for are made."""
+    """Tokenise the documents and arrange them; settings of Trainer that streams ask for are made.
+
+    Raises:
+        CommandError: the settings do not fit together, or a part of the text is too short to predict a token of it.
+    """
     has_memory = "memory" in inspect.signature(model.forward).parameters
     if data.streams and not has_memory:
         rule = "document streams need a model with a memory"
@@ -67,6 +73,7 @@ def training_data(
             pack_documents(documents[name], tokenizer, length, max_sequences=most, seed=drawn)
             for name, most, drawn in parts
         )
+    _check_predictions(train["input_ids"], held_out["input_ids"], tokenizer, training)
     return TrainingData(
         train,
         held_out,
@@ -94,6 +101,7 @@ def _streams(
         tokenize_documents(documents[name], tokenizer, max_tokens=None if most is None else most * length, seed=drawn)
         for name, most, drawn in parts
     )
+    _check_predictions(train, held_out, tokenizer, training)
     batch_sizes = (training.per_device_train_batch_size, training.per_device_eval_batch_size)
     streams = [
         DocumentStreams(
@@ -109,3 +117,14 @@ def _streams(
         num_tokens=(sum(map(len, train)), sum(map(len, held_out))),
         beginning=held_out[0].tolist(),
     )
+
+
+def _check_predictions(
+    train: Iterable[Any], held_out: Iterable[Any], tokenizer: PreTrainedTokenizerBase, training: TrainingArguments
+) -> None:
+    for name, rows, used in (("training", train, training.do_train), ("held-out", held_out, training.do_eval)):
+        # The first token of a row is not predicted, and a mark of the end stands for no text.
+        if used and not any((np.asarray(row[1:]) != tokenizer.eos_token_id).any() for row in rows):
+            rule = f"the {name} text must have two tokens one after another, to predict the second"
+            fix = "give more text, or change --held_out_fraction or --sequence_length"
+            raise CommandError(complaint(rule, "fewer", fix))

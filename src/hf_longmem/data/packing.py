@@ -10,6 +10,9 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from hf_longmem._errors import complaint
+from hf_longmem.data.documents import check_documents, ids_of_row, token_ids
+
+_LARGEST = np.iinfo("int32").max
 
 
 def pack_with_document_ids(documents: Iterable[Any], sequence_length: int) -> Dataset:
@@ -21,7 +24,8 @@ def pack_with_document_ids(documents: Iterable[Any], sequence_length: int) -> Da
     memory, and depends on nothing but the arguments.
 
     Args:
-        documents: token ids of each document, or mappings with ``input_ids``, such as a ``datasets.Dataset``.
+        documents: token ids of each document, or mappings with ``input_ids``, such as a ``datasets.Dataset``. An
+            ``attention_mask`` there must be 1 throughout, and ``labels`` must be the ids: neither is taken over.
         sequence_length: the most tokens of a row.
 
     Returns:
@@ -29,13 +33,15 @@ def pack_with_document_ids(documents: Iterable[Any], sequence_length: int) -> Da
         documents, and the rows by their first one, are in the order given.
 
     Raises:
-        ValueError: ``sequence_length`` is below 1, or there is no token.
+        ValueError: ``sequence_length`` is below 1, there is no token, or documents are no documents: a mapping of
+            splits, a string, padded rows, labels of one's own, ids that are no whole numbers.
 
     >>> pack_with_document_ids([[5, 6, 7, 8], [9], [10, 11]], 5)[:]
     {'input_ids': [[5, 6, 7, 8, 9], [10, 11]], 'document_ids': [[0, 0, 0, 0, 1], [0, 0]]}
     """
     if sequence_length < 1:
         raise ValueError(complaint("sequence_length must be at least 1", sequence_length, "use a positive number"))
+    check_documents(documents)
     pieces: list[np.ndarray] = []
     for document in documents:
         tokens = _tokens(document)
@@ -51,11 +57,15 @@ def pack_with_document_ids(documents: Iterable[Any], sequence_length: int) -> Da
 
 
 def _tokens(document: Any) -> np.ndarray:
-    ids = document["input_ids"] if isinstance(document, Mapping) else document
-    if isinstance(ids, str):
+    tokenized = not isinstance(document, Mapping) or "input_ids" in document
+    if isinstance(document, str) or not tokenized:
         rule = "documents must be token ids, or mappings with input_ids"
-        raise ValueError(complaint(rule, "a text", "tokenize first, for instance with Dataset.map"))
-    return np.asarray(ids, dtype="int32")
+        received = "a text" if tokenized else ", ".join(map(str, document))
+        raise ValueError(complaint(rule, received, "tokenize first, for instance with Dataset.map"))
+    ids = token_ids(ids_of_row(document) if isinstance(document, Mapping) else document)
+    if len(ids) and ids.max() > _LARGEST:
+        raise ValueError(complaint(f"token ids must be at most {_LARGEST:,}", ids.max(), "look at the tokenized data"))
+    return ids.astype("int32")
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

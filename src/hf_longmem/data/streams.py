@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers.utils import logging
 
 from hf_longmem._errors import complaint
+from hf_longmem.data.documents import BESIDE_IDS, check_documents, check_table, ids_of_row, token_ids
 from hf_longmem.data.text import token_pieces
 from hf_longmem.models.stream_memory import MemoryStreams
 
@@ -91,7 +92,8 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
 
     Args:
         documents: a `datasets.Dataset` with the column ``input_ids`` (read from disk piece by piece), or one with text
-            and a ``tokenizer``, or a sequence of token-id sequences.
+            and a ``tokenizer``, or a sequence of token-id sequences. An ``attention_mask`` beside ``input_ids`` must be
+            1 throughout, and ``labels`` must be the ids: every token is trained on.
         batch_size: rows of one process: ``per_device_train_batch_size`` (or the one for evaluation).
         sequence_length: tokens of a piece.
         world_size: processes that train; by default what ``torchrun`` or ``accelerate launch`` says (``WORLD_SIZE``).
@@ -102,7 +104,8 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
             reads its documents in the order given.
 
     Raises:
-        ValueError: a size is below 1, a column or the tokenizer is missing, or there are no tokens.
+        ValueError: a size is below 1, a column or the tokenizer is missing, there are no tokens, or documents are no
+            documents: a mapping of splits, a string, padded rows, labels of one's own, ids that are no whole numbers.
 
     Example:
         >>> streams = DocumentStreams([range(5), range(10, 13)], batch_size=2, sequence_length=3)
@@ -163,7 +166,8 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
         Args:
             documents: what yields documents, or a function that returns such (needed for more than one epoch of a
                 generator): token ids, text, rows with ``input_ids`` or text, or iterators of token ids or of strings,
-                whose end is never looked for. A document is taken when a row is free, and read piece by piece.
+                whose end is never looked for. A document is taken when a row is free, and read piece by piece; strings
+                are put together and tokenised about 65,000 characters at a time (see `token_pieces`).
             batch_size, sequence_length, world_size, tokenizer, text_column: see `DocumentStreams`.
 
         Returns:
@@ -207,7 +211,8 @@ class DocumentStreams(_Streams, torch.utils.data.Dataset[dict[str, Any]]):
 class IterableDocumentStreams(_Streams, IterableDataset[dict[str, Any]]):
     """The pieces of documents that are not held in memory; made by `DocumentStreams.from_iterable`.
 
-    ``state_dict()`` says which time was reached, and ``load_state_dict()`` makes the next iteration begin there.
+    ``state_dict()`` says which time was reached, and ``load_state_dict()`` makes the next iteration begin there; at the
+    end of an epoch that is the start of the next. An epoch without a piece raises ValueError.
     """
 
     def __init__(
@@ -221,9 +226,10 @@ class IterableDocumentStreams(_Streams, IterableDataset[dict[str, Any]]):
         text_column: str = "text",
     ) -> None:
         super().__init__(batch_size, sequence_length, world_size)
-        if documents is None or isinstance(documents, str):
+        if documents is None:
             rule = "documents must be an iterable, or a function that returns one"
-            raise ValueError(complaint(rule, type(documents).__name__, "pass a list of one document"))
+            raise ValueError(complaint(rule, "None", "pass a list of documents"))
+        check_documents(documents)
         self._documents, self._tokenizer, self._text_column = documents, tokenizer, text_column
         self._spent = False
         self._time = self._start = 0
@@ -242,7 +248,9 @@ class IterableDocumentStreams(_Streams, IterableDataset[dict[str, Any]]):
             rule = "another epoch needs documents that can be read again"
             fix = "pass a function that returns the iterator, or one epoch only"
             raise ValueError(complaint(rule, "an iterator that was read before", fix))
-        source = iter(self._documents() if callable(self._documents) else self._documents)
+        documents = self._documents() if callable(self._documents) else self._documents
+        check_documents(documents)
+        source = iter(documents)
         self._spent = source is self._documents
         start, self._start = self._start, 0
         open_rows: list[_OpenDocument | None] = [None] * self.num_rows
@@ -259,10 +267,20 @@ class IterableDocumentStreams(_Streams, IterableDataset[dict[str, Any]]):
                 pieces.append(self._piece(row, time, tokens, next_token, starts))
                 open_rows[row] = None if next_token is None else document
             if not any(len(piece["input_ids"]) for piece in pieces):
+                self._check_epoch(time, start)
+                self._time = 0
                 return
             self._time = time + 1
             if time >= start:
                 yield from pieces
+
+    def _check_epoch(self, times: int, start: int) -> None:
+        if not times:
+            fix = "give documents with tokens; a function must return a new iterator for every epoch"
+            raise ValueError(complaint("every epoch must have documents with tokens", "none", fix))
+        if start >= times:
+            rule = f"a state must be of a time before the documents' end, {times}"
+            raise ValueError(complaint(rule, start, "load {'time': 0}, which begins the next epoch"))
 
     def _next_document(self, source: Iterator[Any]) -> _OpenDocument | None:
         for document in source:
@@ -311,14 +329,14 @@ def _token_chunks(document: Any, tokenizer: PreTrainedTokenizerBase | None, text
         if not known:
             rule = f"a document must have input_ids or {text_column!r}"
             raise ValueError(complaint(rule, ", ".join(document), "name the text_column"))
-        document = document[known[0]]
+        document = ids_of_row(document) if known[0] == "input_ids" else document[text_column]
     if isinstance(document, str):
         document = (document,)
     if not isinstance(document, Iterable):
         rule = "each document must hold token ids or text"
         raise ValueError(complaint(rule, repr(document), "pass a list of one document"))
     if isinstance(document, (np.ndarray, Tensor, range)):
-        yield np.asarray(document, np.int64)
+        yield token_ids(document)
         return
     parts = iter(document)
     first = next(parts, None)
@@ -326,12 +344,11 @@ def _token_chunks(document: Any, tokenizer: PreTrainedTokenizerBase | None, text
         return
     parts = itertools.chain((first,), parts)
     if not isinstance(first, str):
-        while len(tokens := np.fromiter(itertools.islice(parts, _TOKENS), np.int64)):
+        while len(tokens := token_ids(list(itertools.islice(parts, _TOKENS)))):
             yield tokens
         return
     tokenizer = _needed(tokenizer)
-    for text in parts:
-        yield from token_pieces(text, tokenizer, np.dtype(np.int64))
+    yield from token_pieces(parts, tokenizer, np.dtype(np.int64))
     if tokenizer.eos_token_id is not None:
         yield np.asarray((tokenizer.eos_token_id,), np.int64)
 
@@ -340,12 +357,14 @@ def _stored(
     documents: Dataset | Sequence[Any], tokenizer: PreTrainedTokenizerBase | None, text_column: str
 ) -> tuple[np.ndarray, Callable[[int, int, int], np.ndarray]]:
     """The documents' lengths, and how to read tokens ``start .. stop`` of one."""
+    check_documents(documents)
     if isinstance(documents, Dataset) and "input_ids" in documents.column_names:
         table = documents.select_columns(["input_ids"]).with_format("arrow")
-        counts = [
-            pyarrow.compute.list_value_length(batch["input_ids"]).fill_null(0).to_numpy()
-            for batch in table.iter(batch_size=1000)
-        ]
+        beside = [name for name in BESIDE_IDS if name in documents.column_names]
+        counts = []
+        for batch in documents.select_columns(["input_ids", *beside]).with_format("arrow").iter(batch_size=1000):
+            check_table(batch)
+            counts.append(pyarrow.compute.list_value_length(batch["input_ids"]).to_numpy())
 
         def read(document: int, start: int, stop: int) -> np.ndarray:
             # A view of the file: a piece of a long document costs no more than one of a short document.

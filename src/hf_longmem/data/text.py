@@ -245,12 +245,53 @@ def _check_size(name: str, size: int | None) -> None:
         raise ValueError(complaint(f"{name} must be at least 1", size, "use a positive number"))
 
 
-def token_pieces(text: str, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Tokenise a text of any length, a bounded piece at a time, without special tokens."""
-    for start in range(0, len(text), _PIECE_CHARACTERS):
-        piece = text[start : start + _PIECE_CHARACTERS]
-        ids = tokenizer(piece, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        yield np.asarray(ids, dtype)
+def token_pieces(
+    text: str | Iterable[str], tokenizer: PreTrainedTokenizerBase, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """Tokenise a text of any length, a bounded piece at a time, without special tokens.
+
+    A piece ends before a space between two words, where byte-level BPE, SentencePiece with words of its own and
+    WordPiece tokenise both sides as they would the whole. Other tokens than those of the whole text come at a cut where
+    65,536 characters have no such space, or where a tokenizer puts a space before whatever it is given, spaces too.
+
+    Args:
+        text: a string, or strings that are one text when put together, however that is cut.
+        tokenizer: any tokenizer.
+        dtype: of the token ids.
+
+    Returns:
+        The token ids of one piece after another.
+
+    Raises:
+        ValueError: something among the strings is none.
+    """
+    waiting = ""
+    for part in (text,) if isinstance(text, str) else text:
+        if not isinstance(part, str):
+            rule = "a document of text must hold strings alone"
+            raise ValueError(complaint(rule, repr(part), "leave such parts out"))
+        waiting += part
+        start = 0
+        while len(waiting) - start > _PIECE_CHARACTERS:
+            end = _between_words(waiting, start, start + _PIECE_CHARACTERS)
+            yield _tokens(waiting[start:end], tokenizer, dtype)
+            start = end
+        waiting = waiting[start:]
+    if waiting:
+        yield _tokens(waiting, tokenizer, dtype)
+
+
+def _between_words(text: str, start: int, end: int) -> int:
+    """The last place up to ``end`` before a space with no other beside it; ``end`` where there is none."""
+    place = text.rfind(" ", start + 1, end)
+    while place != -1 and (text[place - 1].isspace() or text[place + 1].isspace()):
+        place = text.rfind(" ", start + 1, place)
+    return end if place == -1 else place
+
+
+def _tokens(text: str, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype) -> np.ndarray:
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return np.asarray(ids, dtype)
 
 
 def _documents(rows: Iterable[tuple[str, str]]) -> Dataset:

@@ -18,14 +18,16 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_longmem._errors import complaint
-from hf_longmem.hub.cards import CARD, facts_of_folder, write_card
-from hf_longmem.hub.folders import empty_folder, open_safetensors
+from hf_longmem.hub.cards import CARD, facts_of_folder, name_on_hub, write_card
+from hf_longmem.hub.folders import empty_folder, listed_shards, open_safetensors, variant_files, weight_files
 from hf_longmem.hub.sources import flat_name, flat_sources
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
 from hf_longmem.models.loading import PICKLE_WAY_OUT, other_shards
+from hf_longmem.models.memory_augmented.loading import holds_memory_alone
 
-# What a checkpoint is made of. Pickles, code, optimizer states and folders of other checkpoints stay behind.
-_COPIED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
+# What a checkpoint is made of beside its weights. Pickles, code, optimizer states, what a model remembers of a text and
+# folders of other checkpoints stay behind.
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
 _LEFT_BEHIND = ("trainer_state.json", "*_results.json")
 _TOKENIZERS = {"ReformerLSHByteTokenizer": "hf_longmem.models.reformer_lsh.tokenization_reformer_lsh"}
 
@@ -48,7 +50,8 @@ def bundle(
 
     Args:
         model_or_dir: a model of this package, or the folder or the Hub's name of a checkpoint of one. Of a folder, the
-            weights, configs, tokenizer and card are taken, and nothing that Trainer keeps for resuming.
+            weights, configs, tokenizer and card are taken, and nothing that Trainer keeps for resuming. A memory
+            without its model (``memory_only``) must name one on the Hub.
         out: a folder that is empty or does not exist.
         tokenizer: saved with the model.
         push_to: name of a repository on the Hub, which is created if it does not exist, to upload the folder to.
@@ -59,7 +62,8 @@ def bundle(
         The folder.
 
     Raises:
-        ValueError: the model is of another package, its weights are no safetensors, or ``out`` is not empty.
+        ValueError: the model is of another package, its weights are no safetensors, ``out`` is not empty, or a memory
+            is for a model in a folder, which others have not.
         OSError: the checkpoint does not exist or is damaged.
     """
     destination = empty_folder(out)
@@ -132,24 +136,34 @@ def _copy_checkpoint(source: str | Path, folder: Path, token: str | bool | None)
         raise OSError(complaint(f"{source} must be a checkpoint", "no config.json", "check the path"))
     _check_type(saved.get("model_type"), source)
     if not Path(source).is_dir():
-        source = snapshot_download(str(source), allow_patterns=[*_COPIED], token=token)
+        source = snapshot_download(str(source), allow_patterns=[*_COPIED, "*.safetensors"], token=token)
     left_behind = {file for pattern in _LEFT_BEHIND for file in Path(source).glob(pattern)}
-    for file in sorted({file for pattern in _COPIED for file in Path(source).glob(pattern)} - left_behind):
+    weights = sorted({*weight_files(source), *variant_files(source)})
+    copied = {file for pattern in _COPIED for file in Path(source).glob(pattern)} - left_behind
+    for file in sorted({*copied, *weights}):
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise ValueError(complaint(f"{source} must hold its weights as safetensors", "none", PICKLE_WAY_OUT))
+    _check_weights(Path(source), weights)
+    base = saved.get("base_model_name_or_path")
+    if base and name_on_hub(base) is None and all(map(holds_memory_alone, weights)):
+        rule = f"the model around which the memory in {source} is must be on the Hub, where others find it"
+        fix = "load both by AutoModelForCausalLM.from_pretrained and bundle that model, which holds everything"
+        raise ValueError(complaint(rule, f"the folder {base!r}", fix))
+
+
+def _check_weights(source: Path, weights: list[Path]) -> None:
+    index = source / SAFE_WEIGHTS_INDEX_NAME
+    needs_index = index.is_file() and not (source / SAFE_WEIGHTS_NAME).is_file()
+    pickles = other_shards(str(index)) if needs_index else []
+    if pickles or not (weights or needs_index):
+        received = pickles[0] if pickles else "none"
+        raise ValueError(complaint(f"{source} must hold its weights as safetensors", received, PICKLE_WAY_OUT))
     for file in weights:
-        with open_safetensors(Path(source) / file.name):
+        with open_safetensors(file):
             pass
-    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
-        if pickles := other_shards(str(index)):
-            raise ValueError(complaint(f"{source} must hold its weights as safetensors", pickles[0], PICKLE_WAY_OUT))
-        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if missing := sorted(listed - {file.name for file in weights}):
-            rule = f"{source} must hold every shard that its index lists"
-            raise OSError(complaint(rule, f"no {missing[0]}", "download or copy it again"))
+    if needs_index and (missing := sorted(listed_shards(index) - {file.name for file in weights})):
+        rule = f"{source} must hold every shard that its index lists"
+        raise OSError(complaint(rule, f"no {missing[0]}", "download or copy it again"))
 
 
 def _add_code(folder: Path) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_longmem._errors import complaint
 from hf_longmem.hub.card_texts import TEXTS, ModelText
-from hf_longmem.hub.folders import open_safetensors
+from hf_longmem.hub.folders import open_safetensors, weight_files
 from hf_longmem.models.auto import MODEL_TYPES, model_classes
 
 CARD = "README.md"
@@ -168,7 +170,7 @@ def write_card(folder: str | Path, facts: CardFacts | None = None) -> Path:
 
 
 def facts_of_folder(folder: str | Path, *, results: str | Path | None = None) -> CardFacts:
-    """What a checkpoint's folder tells by itself: its name, its tokenizer, its size, and what was measured.
+    """What a checkpoint's folder tells by itself: its name, its tokenizer, its size, its base, and what was measured.
 
     Args:
         folder: the checkpoint.
@@ -179,13 +181,26 @@ def facts_of_folder(folder: str | Path, *, results: str | Path | None = None) ->
     metrics = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if not isinstance(metrics, dict):
         raise ValueError(complaint(f"{file} must hold numbers by name", f"a {type(metrics).__name__}", "remove it"))
+    saved, _ = PreTrainedConfig.get_config_dict(folder)
     return CardFacts(
         name=folder.resolve().name,
         num_parameters=_count_parameters(folder),
+        base_model=name_on_hub(saved.get("base_model_name_or_path")) if isinstance(saved, dict) else None,
         metrics={name: value for name, value in metrics.items() if name in _METRICS and _is_number(value)},
         unit="byte",  # what `longmem train` counts bits per
         tokenizer=(folder / "tokenizer_config.json").is_file(),
     )
+
+
+def name_on_hub(name: str | None) -> str | None:
+    """Give the name of a model if it is one on the Hub; None for a folder and for no name."""
+    if not name or Path(name).exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
 
 def render_recipe(recipe: str | Path) -> str:
@@ -287,9 +302,9 @@ def _measured(facts: CardFacts) -> tuple[list[tuple[str, str]], list[tuple[str, 
 
 
 def _count_parameters(folder: Path) -> int | None:
-    """How many numbers the safetensors files of a folder hold, by their headers."""
+    """How many numbers the weights in a folder are, by their files' headers."""
     total = 0
-    for file in folder.glob("*.safetensors"):
+    for file in weight_files(folder):
         with open_safetensors(file) as weights:
             total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     return total or None
@@ -308,4 +323,4 @@ def _spelled(value: Any) -> str:
     return str(value)
 
 
-__all__ = ["CARD", "CardFacts", "facts_of_folder", "model_card", "render_recipe", "write_card"]
+__all__ = ["CARD", "CardFacts", "facts_of_folder", "model_card", "name_on_hub", "render_recipe", "write_card"]

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from transformers import Trainer
 
 from hf_longmem._version import __version__
-from hf_longmem.hub.cards import CardFacts, write_card
+from hf_longmem.hub.cards import CardFacts, name_on_hub, write_card
 from hf_longmem.models.auto import MODEL_TYPES
 
 _SECRET = ("--hub_token", "--hub-token", "--push_to_hub_token", "--push-to-hub-token")
@@ -55,6 +55,7 @@ def write_training_card(
         num_parameters=model.num_parameters(),
         data=data,
         datasets=tuple(datasets),
+        base_model=name_on_hub(getattr(model.config, "base_model_name_or_path", None)),
         command=shlex.join(["longmem", "train", *_without_secrets(arguments)]),
         unit=unit,
         training=trainer.args,

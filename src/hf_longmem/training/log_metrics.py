@@ -48,6 +48,8 @@ class LogMetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin to watch the model."""
+        # Training that was interrupted has had no end.
+        self._unhook()
         self._sums, self._has_memory, self._seconds, self._since = {}, False, 0.0, None
         self._hook = kwargs["model"].register_forward_hook(self._watch, with_kwargs=True)
 
@@ -55,9 +57,7 @@ class LogMetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave the model as it was."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._unhook()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,6 +109,11 @@ class LogMetricsCallback(TrainerCallback):
         """What was predicted in between counts for nothing."""
         self._sums.pop(False, None)
 
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
     def _stop(self) -> None:
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
@@ -140,7 +145,9 @@ class LogMetricsCallback(TrainerCallback):
             weight = getattr(getattr(module, "config", None), "memory_kl_weight", 0)
             if module.training and weight and memory_loss is not None:
                 nats = nats - weight * memory_loss.float() * count
-        remembered = zero if memory_loss is None else memory_loss.float() * count
+            # The mean over no label may be no number.
+            nats = torch.where(count > 0, nats.to(count.device), 0.0)
+        remembered = zero if memory_loss is None else torch.where(count > 0, memory_loss.float() * count, 0.0)
         precise = torch.float32 if tokens.device.type == "mps" else torch.float64
         sums = torch.stack(
             [part.to(tokens.device, precise) for part in (num_tokens, count, num_bytes, nats, remembered)]

@@ -55,12 +55,13 @@ def assert_same(got: list[Tensor], expected: list[Tensor], tolerance: float) -> 
 
 
 @pytest.mark.parametrize("rule", ["sliding", "chunk"])
-def test_what_stands_for_padding_may_be_anything(rule: str) -> None:
+def test_keys_and_values_of_padding_may_be_anything(rule: str) -> None:
     mask = make_mask("scattered", 2, 65)
     hidden = ~mask[:, None, :, None]
     found = []
     for value in (0.0, torch.nan):
-        inputs = [x.detach().masked_fill(hidden, value).requires_grad_() for x in make_inputs(2, 2, 65)]
+        q, *keys_and_values = (x.detach() for x in make_inputs(2, 2, 65))
+        inputs = [x.requires_grad_() for x in (q, *(x.masked_fill(hidden, value) for x in keys_and_values))]
         out = local_attention(*inputs, rule=rule, chunk_length=16, attention_mask=mask).masked_fill(hidden, 0.0)
         found.append([grad.masked_fill(hidden, 0.0) for grad in output_and_gradients(out, inputs)])
     for zeros, nans in zip(*found, strict=True):

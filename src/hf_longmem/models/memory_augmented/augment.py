@@ -10,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from hf_longmem._errors import complaint
 from hf_longmem.models.memory_augmented.attachment import DecoderLayers, find_decoder_layers
+from hf_longmem.models.memory_augmented.base_sample import sample_weights
 from hf_longmem.models.memory_augmented.configuration_memory_augmented import (
     LongTermMemoryConfig,
     MemoryAugmentedConfig,
@@ -63,10 +64,12 @@ def add_long_term_memory(
         rule = "the model must be a decoder alone"
         raise ValueError(complaint(rule, f"{type(model).__name__}, an encoder and a decoder", "use a causal one"))
     found = find_decoder_layers(model, layers, attention)
+    _check_train(train, last_n, found)
     whole = MemoryAugmentedConfig(
         base_config=copy.deepcopy(model.config),
         memory_config=(config or LongTermMemoryConfig()).fitted_to(model.config, found.with_attention),
         base_model_name_or_path=model.name_or_path or None,
+        base_weights=sample_weights(model) if model.name_or_path else None,
         layers_path=found.path,
         attention_name=found.attention_name,
         dtype=model.config.dtype,
@@ -87,18 +90,21 @@ def set_trainable(model: MemoryAugmentedForCausalLM, train: Train, *, last_n: in
     Raises:
         ValueError: another word, or more layers than there are.
     """
-    if train not in get_args(Train):
-        raise ValueError(complaint(f"train must be one of {get_args(Train)}", repr(train), "use 'memory'"))
+    found: DecoderLayers = model.decoder_layers()
+    _check_train(train, last_n, found)
     model.language_model.requires_grad_(train == "all")
     model.long_term_memory.requires_grad_(True)
-    if train != "last_n":
-        return
-    found: DecoderLayers = model.decoder_layers()
-    if not 1 <= last_n <= len(found.layers):
+    if train == "last_n":
+        for layer in found.layers[-last_n:]:
+            layer.requires_grad_(True)
+
+
+def _check_train(train: Train, last_n: int, found: DecoderLayers) -> None:
+    if train not in get_args(Train):
+        raise ValueError(complaint(f"train must be one of {get_args(Train)}", repr(train), "use 'memory'"))
+    if train == "last_n" and not 1 <= last_n <= len(found.layers):
         rule = f"last_n must be from 1 to the model's {len(found.layers)} layers"
         raise ValueError(complaint(rule, last_n, "use 1"))
-    for layer in found.layers[-last_n:]:
-        layer.requires_grad_(True)
 
 
 def memory_parameter_groups(

@@ -186,6 +186,8 @@ class MemoryAugmentedConfig(PreTrainedConfig):
         base_config: the model's own config, of any causal language model.
         memory_config: the memory's, a `LongTermMemoryConfig`; saved with everything that the model decided.
         base_model_name_or_path: where the model's weights came from; a ``memory_only`` checkpoint gets them there.
+        base_weights: a few of those weights as they were when the memory was added, by which a ``memory_only``
+            checkpoint knows its model again; None knows every model of the same sizes.
         layers_path: name of the list of decoder layers within the model; found by structure when not given.
         attention_name: name of the attention module within a layer; found by structure when not given.
 
@@ -203,6 +205,7 @@ class MemoryAugmentedConfig(PreTrainedConfig):
     base_config: dict[str, Any] | PreTrainedConfig | None = None
     memory_config: dict[str, Any] | PreTrainedConfig | None = None
     base_model_name_or_path: str | None = None
+    base_weights: dict[str, Any] | None = None
     layers_path: str | None = None
     attention_name: str | None = None
     tie_word_embeddings: bool = False

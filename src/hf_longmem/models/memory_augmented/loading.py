@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from hf_longmem._errors import complaint
 from hf_longmem.models.config_safety import check_entries
 from hf_longmem.models.loading import CheckedLoading, check_finite, has_safetensors
+from hf_longmem.models.memory_augmented.base_sample import differing_weight
 from hf_longmem.models.memory_augmented.configuration_memory_augmented import MemoryAugmentedConfig
 
 logger = logging.get_logger(__name__)
@@ -45,7 +46,8 @@ class MemoryCheckpoints(CheckedLoading):
         Args:
             save_directory: where; with ``push_to_hub=True`` to the Hub as well.
             memory_only: leave out the weights of the model around which the memory is; ``from_pretrained`` then loads
-                them from where they came from, ``config.base_model_name_or_path``. What was trained of them is lost.
+                them from where they came from, ``config.base_model_name_or_path``, without a revision or a subfolder,
+                and refuses others than they were when the memory was added. What was trained of them is lost.
             args, kwargs: as in transformers.
 
         Raises:
@@ -87,7 +89,8 @@ class MemoryCheckpoints(CheckedLoading):
 
         Raises:
             OSError: a safetensors file is truncated or corrupt, or the base model is not where it came from.
-            ValueError: a loaded tensor holds NaN or infinity, or the base model is another than the memory is for.
+            ValueError: a loaded tensor holds NaN or infinity, or the base model is another than the memory is for, by
+                its sizes or by its weights (``config.base_weights``).
         """
         path = pretrained_model_name_or_path
         where = {name: kwargs[name] for name in (*_HUB_ARGUMENTS, "revision", "subfolder") if name in kwargs}
@@ -136,7 +139,7 @@ def _files_of_memory_alone(path: Any, variant: str | None, where: dict[str, Any]
         )
 
     if file := find(SAFE_WEIGHTS_NAME):
-        return [file] if _holds_memory_alone(file) else []
+        return [file] if holds_memory_alone(file) else []
     index = find(SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         return []
@@ -151,7 +154,8 @@ def _files_of_memory_alone(path: Any, variant: str | None, where: dict[str, Any]
     return [str(cached_file(path, shard, **where)) for shard in shards]
 
 
-def _holds_memory_alone(file: str) -> bool:
+def holds_memory_alone(file: str | os.PathLike[str]) -> bool:
+    """Whether a safetensors file holds the weights of a memory and no others."""
     try:
         with safe_open(file, framework="pt") as weights:
             return all(name.startswith(_MEMORY) for name in weights.keys())  # noqa: SIM118
@@ -186,7 +190,14 @@ def _load_base(config: MemoryAugmentedConfig, path: Any, kwargs: dict[str, Any])
         if getattr(theirs, key) != getattr(ours, key):
             rule = f"{name!r} must have {key}={getattr(ours, key)}, as the model which the memory in {path!r} is for"
             raise ValueError(complaint(rule, getattr(theirs, key), "load that model and add a memory to it"))
+    if other := differing_weight(config.base_weights or {}, base):
+        rule = f"{name!r} must have the weights of the model which the memory in {path!r} is for"
+        fix = (
+            "if they came from a revision or a subfolder, or were changed, save that model and name its folder as "
+            "base_model_name_or_path, or save the memory with everything"
+        )
+        raise ValueError(complaint(rule, f"others in {other}", fix))
     return base
 
 
-__all__ = ["MemoryCheckpoints"]
+__all__ = ["MemoryCheckpoints", "holds_memory_alone"]

@@ -137,7 +137,7 @@ def _new_output(q_BHTD: Tensor) -> Tensor:
 
 
 def _without_padding(mask_BT: Tensor | None, *tensors_BHTD: Tensor) -> tuple[Tensor, ...]:
-    """Zeros for padding, which may be anything: 0 times NaN is NaN."""
+    """Keys and values with zeros for padding, which may be anything: 0 times NaN is NaN."""
     if mask_BT is None:
         return tensors_BHTD
     return tuple(x_BHTD.masked_fill(~mask_BT[:, None, :, None], 0.0) for x_BHTD in tensors_BHTD)
@@ -159,7 +159,7 @@ def _attend(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and each query's log-sum-exp, +inf where it sees no key."""
-    q_BHTD, k_BHTD, v_BHTD = _without_padding(attention_mask, q_BHTD, k_BHTD, v_BHTD)
+    k_BHTD, v_BHTD = _without_padding(attention_mask, k_BHTD, v_BHTD)
     dtype, shape, length = wide_dtype(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
     out_BHTD = _new_output(q_BHTD)
     lse_BHT = q_BHTD.new_empty(shape[:3], dtype=dtype)
@@ -210,10 +210,10 @@ def _attend_backward(
     causal: bool,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_BHTD, k_BHTD, v_BHTD = _without_padding(attention_mask, q_BHTD, k_BHTD, v_BHTD)
     dtype, shape, length = wide_dtype(q_BHTD.dtype), q_BHTD.shape, q_BHTD.size(2)
     grad_q_BHTD = torch.empty_like(q_BHTD)
     grad_k_BHTD, grad_v_BHTD = torch.zeros_like(k_BHTD, dtype=dtype), torch.zeros_like(v_BHTD, dtype=dtype)
+    k_BHTD, v_BHTD = _without_padding(attention_mask, k_BHTD, v_BHTD)
     plan = plan_blocks(shape, rule, chunk_length, chunks_before, chunks_after, causal, q_BHTD.device)
     bias_1QM = block_bias(plan, rule, chunks_before, chunks_after, causal).to(q_BHTD.device, dtype)
     generator = seeded_generator(seed, q_BHTD.device)
