@@ -49,8 +49,7 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
             if input_ids is not None:
                 input_ids = input_ids.gather(1, order)
             if inputs_embeds is not None:
-                # What stands for padding may be anything, NaN too, and nothing may come of it.
-                inputs_embeds = _reorder(inputs_embeds, order, 1).masked_fill(~attention_mask[..., None], 0.0)
+                inputs_embeds = finite_padding(_reorder(inputs_embeds, order, 1), attention_mask)
             if position_ids is not None:
                 position_ids = position_ids.expand(order.shape).gather(1, order)
         if document_ids is not None and tokens is not None:
@@ -65,6 +64,11 @@ def compact_padding(forward: Callable[..., Any]) -> Callable[..., Any]:
         return outputs if return_dict else outputs.to_tuple()
 
     return wrapper
+
+
+def finite_padding(embeddings: Tensor, real: Tensor) -> Tensor:
+    """Embeddings ``[B, T, E]`` without the NaN and infinity that may stand where ``real`` ``[B, T]`` says padding."""
+    return embeddings.masked_fill(~(real[..., None] | embeddings.isfinite()), 0.0)
 
 
 def check_size(tokens: Tensor) -> None:

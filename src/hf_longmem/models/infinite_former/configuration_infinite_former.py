@@ -248,8 +248,8 @@ class InfiniteFormerConfig(PreTrainedConfig):
             if not getattr(self, name) > 0:
                 raise ValueError(complaint(f"{name} must be positive", getattr(self, name), "leave it at its default"))
         # Its square divides: less would leave float32's range.
-        if not 1e-6 <= self.memory_prior_std <= 1e6:
-            rule = "memory_prior_std must be from 1e-6 to 1e6"
+        if not 1e-15 <= self.memory_prior_std <= 1e15:
+            rule = "memory_prior_std must be from 1e-15 to 1e15"
             raise ValueError(complaint(rule, self.memory_prior_std, "use 0.05"))
         for name in ("initializer_range", "memory_variance_floor", "memory_kl_weight"):
             if not 0 <= getattr(self, name) < math.inf:

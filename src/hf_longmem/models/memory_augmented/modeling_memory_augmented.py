@@ -30,7 +30,7 @@ from hf_longmem.models.memory_augmented.loading import MemoryCheckpoints
 from hf_longmem.models.memory_augmented.loop import SegmentLoop
 from hf_longmem.models.memory_augmented.outputs import MemoryAugmentedCausalLMOutput, MemoryAugmentedOutput
 from hf_longmem.models.memory_augmented.state import MemoryAugmentedState, check_state
-from hf_longmem.models.padding import check_size, real_tokens
+from hf_longmem.models.padding import check_size, finite_padding, real_tokens
 from hf_longmem.models.segments import gather_tokens
 from hf_longmem.models.stream_memory import StreamMemory, carried_memory
 
@@ -295,8 +295,7 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, ContinuesFromCache, Generati
         if real_BT is not None:
             counts = real_BT.sum(dim=1).tolist()
             if tokens.is_floating_point():
-                # What stands for padding may be anything, NaN too, and nothing may come of it.
-                tokens = tokens.masked_fill(~real_BT[..., None], 0.0)
+                tokens = finite_padding(tokens, real_BT)
             tokens = gather_tokens(tokens, torch.argsort(~real_BT, dim=1, stable=True))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

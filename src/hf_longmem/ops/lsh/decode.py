@@ -111,7 +111,7 @@ def extend(
     if state.length == 0:
         out_BHTD = lsh_attention(qk_BHTD, v_BHTD, buckets_BHRT, attention_mask=real_BT, **reach)
     with torch.no_grad():
-        if state.qk_BHPD.is_inference() and not torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and state.qk_BHPD.is_inference() and not torch.is_inference_mode_enabled():
             state = state.map_rows(torch.clone)  # what inference mode made cannot be changed in place outside it
         fresh = state.length == 0
         qk, v = qk_BHTD.detach(), v_BHTD.detach()
