@@ -109,7 +109,7 @@ def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool
             failed midway; the model is bidirectional; attention maps are asked for.
     """
     own_layers(cache, LSHCacheLayer, LocalCacheLayer)
-    layers = cache.layers if isinstance(cache, Cache) else None
+    layers = getattr(cache, "layers", None)
     foreign = [type(layer).__name__ for layer in layers or () if not isinstance(layer, AttendingCacheLayer)]
     if foreign or not layers:
         received = f"a layer of type {foreign[0]}" if foreign else "a cache without layers"
@@ -124,7 +124,7 @@ def check_cache(cache: Cache, rows: int, layer_types: list[str], *, causal: bool
     if output_attentions:
         rule = "attention maps are computed over whole sequences only, without a cache"
         raise ValueError(complaint(rule, "output_attentions=True and a cache", "pass use_cache=False"))
-    lengths = [layer.get_seq_length() for layer in layers]  # type: ignore[union-attr]
+    lengths = [layer.get_seq_length() for layer in layers]
     if len(set(lengths)) > 1:
         rule = "the layers of a cache must have read equally many tokens"
         raise ValueError(complaint(rule, f"{lengths}, as a call that failed leaves it", f"use {MAKE_CACHE}"))

@@ -44,15 +44,9 @@ def next_token_labels(
     return shifted.masked_fill(ends.to(labels.device), -100)
 
 
-def given_documents(document_ids: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
-    """Give ``document_ids``, or what stands under their other name in a forward's ``kwargs``, taken out of them."""
-    alias = kwargs.pop("seq_idx", None)
-    return alias if document_ids is None else document_ids
-
-
 def refuse_documents(document_ids: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Raise a ValueError if a model that reads one answer from each row is given packed rows."""
-    if document_ids is not None or kwargs.get("seq_idx") is not None:
+    if pop_documents(kwargs, document_ids) is not None:
         fix = "leave document_ids out and give each document a row of its own"
         raise ValueError(complaint("a sequence classifier scores one document a row", "document_ids", fix))
 

@@ -107,10 +107,8 @@ class InfiniteFormerCache(MemoryCache):
         return InfiniteFormerMemory(tensors["seen"], tuple(layers))
 
 
-def keep(cache: Cache, memory: InfiniteFormerMemory, length: int, *, anew: bool = False) -> None:
-    """Put what a model remembers after ``length`` more tokens (padding included; ``anew``: in all) into a cache."""
-    if anew:
-        cache.reset()
+def keep(cache: Cache, memory: InfiniteFormerMemory, length: int) -> None:
+    """Put what a model remembers after ``length`` more tokens (padding included) into a cache."""
     for layer, state in zip(cache.layers, memory.layers, strict=True):
         layer.keep(memory.seen_B, state, length)  # type: ignore[union-attr]
 

@@ -86,9 +86,14 @@ def check_positions(position_ids: Tensor, tokens: Tensor) -> None:
         raise ValueError(complaint(rule, f"shape {list(position_ids.shape)}", "give one position per token"))
 
 
-def pop_documents(kwargs: dict[str, Any]) -> Tensor | None:
-    """Take ``document_ids`` out of a forward's arguments, or ``seq_idx``: the same from DataCollatorWithFlattening."""
-    document_ids, alias = kwargs.pop("document_ids", None), kwargs.pop("seq_idx", None)
+def pop_documents(kwargs: dict[str, Any], document_ids: Any = None) -> Any:
+    """Take ``document_ids`` out of a forward's arguments, or ``seq_idx``: the same from DataCollatorWithFlattening.
+
+    Args:
+        kwargs: the arguments, which are changed.
+        document_ids: those of a forward that has an argument of that name.
+    """
+    document_ids, alias = kwargs.pop("document_ids", document_ids), kwargs.pop("seq_idx", None)
     return alias if document_ids is None else document_ids
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_longmem._errors import complaint
 
 
 class _NoBackward(torch.autograd.Function):
@@ -26,3 +29,13 @@ def no_backward(out: Tensor, source: Tensor) -> Tensor:
     if torch.is_grad_enabled() and source.requires_grad:
         return _NoBackward.apply(out, source)
     return out
+
+
+def first_derivatives_only(operator: str, twin: str) -> Callable[..., Any]:
+    """Make the backward of an operator's backward: it raises and names the module whose functions to use instead."""
+
+    def refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        rule = f"{operator} has first derivatives only"
+        raise RuntimeError(complaint(rule, "a request for a second one", f"use {twin}"))
+
+    return refuse

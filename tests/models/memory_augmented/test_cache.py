@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import ByT5Tokenizer, DynamicCache, pipeline
+from transformers import ByT5Tokenizer, DynamicCache, EncoderDecoderCache, pipeline
 
 from hf_longmem import LongTermMemoryConfig, MemoryAugmentedCache, add_long_term_memory, streaming_perplexity
 
@@ -276,3 +276,8 @@ def test_the_text_generation_pipeline(base_model: Make) -> None:
     write = pipeline("text-generation", model=model, tokenizer=ByT5Tokenizer())
     (found,) = write("A prompt beyond the window of the model, by far.", max_new_tokens=5, do_sample=False)
     assert found["generated_text"].startswith("A prompt beyond")
+
+
+def test_the_cache_of_an_encoder_and_a_decoder_is_refused(augmented: Make, tokens: Make) -> None:
+    with pytest.raises(ValueError, match="the cache must be made for this model"):
+        augmented()(tokens(1, 9), cache=EncoderDecoderCache(DynamicCache(), DynamicCache()))

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, set_seed
+from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, set_seed
 
 from hf_longmem import ReformerLSHConfig, ReformerLSHForCausalLM, ReformerLSHModel
 
@@ -353,3 +353,8 @@ def test_no_cache_is_made_where_attention_maps_are_asked_for(model):
     outputs = model(tokens(1, 9), use_cache=True, output_attentions=True)
     assert outputs.cache is None
     assert len(outputs.attentions) == 2
+
+
+def test_the_cache_of_an_encoder_and_a_decoder_is_refused(model):
+    with pytest.raises(ValueError, match="must be made for this model, got a EncoderDecoderCache"):
+        model(tokens(1, 9), cache=EncoderDecoderCache(DynamicCache(), DynamicCache()))

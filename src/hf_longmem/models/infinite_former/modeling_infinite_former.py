@@ -16,7 +16,7 @@ from hf_longmem.layers.continuous_attention import ContinuousAttention
 from hf_longmem.layers.short_term_attention import ShortTermAttention
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.continuing import ContinuesFromCache
-from hf_longmem.models.documents import given_documents, next_token_labels, unpack_documents
+from hf_longmem.models.documents import next_token_labels, unpack_documents
 from hf_longmem.models.infinite_cache import InfiniteFormerCache, check_cache, keep
 from hf_longmem.models.infinite_former.configuration_infinite_former import InfiniteFormerConfig
 from hf_longmem.models.infinite_former.layer import InfiniteFormerLayer
@@ -24,7 +24,7 @@ from hf_longmem.models.infinite_former.outputs import InfiniteFormerCausalLMOutp
 from hf_longmem.models.infinite_former.segments import join_tokens, plan_steps, steps_of_all, take_tokens, token_order
 from hf_longmem.models.infinite_former.state import InfiniteFormerMemory, LayerState, check_memory
 from hf_longmem.models.loading import CheckedLoading
-from hf_longmem.models.padding import check_size, compact_padding
+from hf_longmem.models.padding import check_size, compact_padding, pop_documents
 from hf_longmem.models.stream_memory import StreamMemory, carried_memory
 from hf_longmem.models.token_ids import check_range
 
@@ -131,8 +131,9 @@ class InfiniteFormerModel(InfiniteFormerPreTrainedModel):
         )
         outputs = self._run(embeddings, state, counts, bool(output_hidden_states))
         if cache is not None:
-            anew = reset_memory is not None and bool(reset_memory.all())
-            keep(cache, outputs.memory, length, anew=anew)  # type: ignore[arg-type]
+            if reset_memory is not None and bool(reset_memory.all()):
+                cache.reset()
+            keep(cache, outputs.memory, length)  # type: ignore[arg-type]
         keep_memory = cache is None and (memory is not None or self.training)
         keep_loss = torch.is_grad_enabled() if output_memory_loss is None else output_memory_loss
         return InfiniteFormerModelOutput(
@@ -263,7 +264,7 @@ class InfiniteFormerForCausalLM(InfiniteFormerPreTrainedModel, ContinuesFromCach
             no other token, it does not matter how documents are split among batches and processes.
             ``logits`` ``[B, T, V]``.
         """
-        document_ids = given_documents(document_ids, kwargs)  # type: ignore[assignment]
+        document_ids = pop_documents(kwargs, document_ids)
         asked = use_cache and cache is None and memory is None and document_ids is None
         if asked and torch.is_grad_enabled() and not self.training:
             # Asked for by name, and not by the config's default, a cache is made even where gradients are on.

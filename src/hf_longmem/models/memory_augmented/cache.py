@@ -154,7 +154,7 @@ def check_cache(cache: Cache, config: MemoryAugmentedConfig) -> MemoryAugmentedC
         ValueError: it has layers of another kind, or comes from another config.
     """
     own_layers(cache, MemoryAugmentedCacheLayer)
-    layers = cache.layers if isinstance(cache, Cache) else []
+    layers: list[Any] = getattr(cache, "layers", [])
     if len(layers) != 1 or not isinstance(layers[0], MemoryAugmentedCacheLayer):
         received = f"a {type(cache).__name__} of {len(layers)} layers"
         fix = "use MemoryAugmentedCache(model.config)"

@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from hf_longmem._errors import complaint
 from hf_longmem.layers.continuous_attention import ContinuousAttention
 from hf_longmem.models.continuing import ContinuesFromCache
-from hf_longmem.models.documents import given_documents, next_token_labels, unpack_documents
+from hf_longmem.models.documents import next_token_labels, unpack_documents
 from hf_longmem.models.infinite_former.modeling_infinite_former import add_memory_loss, mean_memory_loss
 from hf_longmem.models.memory_augmented.attachment import DecoderLayers, find_decoder_layers
 from hf_longmem.models.memory_augmented.cache import MemoryAugmentedCache, check_cache
@@ -30,7 +30,7 @@ from hf_longmem.models.memory_augmented.loading import MemoryCheckpoints
 from hf_longmem.models.memory_augmented.loop import SegmentLoop
 from hf_longmem.models.memory_augmented.outputs import MemoryAugmentedCausalLMOutput, MemoryAugmentedOutput
 from hf_longmem.models.memory_augmented.state import MemoryAugmentedState, check_state
-from hf_longmem.models.padding import check_size, finite_padding, real_tokens
+from hf_longmem.models.padding import check_size, finite_padding, pop_documents, real_tokens
 from hf_longmem.models.segments import gather_tokens
 from hf_longmem.models.stream_memory import StreamMemory, carried_memory
 
@@ -190,7 +190,7 @@ class MemoryAugmentedForCausalLM(MemoryCheckpoints, ContinuesFromCache, Generati
         if cache is not None and memory is not None:
             fix = "pass memory while training and cache otherwise"
             raise ValueError(complaint("cache and memory exclude each other", "both", fix))
-        document_ids = given_documents(document_ids, kwargs)  # type: ignore[assignment]
+        document_ids = pop_documents(kwargs, document_ids)
         if use_cache and cache is None and memory is None and document_ids is None and not self.training:
             # Asked for by name, and not by the config's default, a cache is made even where gradients are on.
             cache = MemoryAugmentedCache(self.config)

@@ -23,8 +23,8 @@ from hf_longmem.layers.lsh_attention import LSHAttention
 from hf_longmem.layers.positions import AxialPositionEmbeddings, AxialTables, rotary_angles
 from hf_longmem.layers.token_loss import head_cross_entropy
 from hf_longmem.models.cache import check_cache, check_hashing, next_positions
-from hf_longmem.models.documents import given_documents, next_token_labels
-from hf_longmem.models.padding import compact_padding
+from hf_longmem.models.documents import next_token_labels
+from hf_longmem.models.padding import compact_padding, pop_documents
 from hf_longmem.models.reformer_lsh.configuration_reformer_lsh import ReformerLSHConfig
 from hf_longmem.models.reformer_lsh.reformer_loading import ReformerCheckpoints
 from hf_longmem.models.reformer_lsh.resizing import ResizablePositions
@@ -353,7 +353,7 @@ class ReformerLSHForCausalLM(ReformerLSHPreTrainedModel, GenerationMixin):
         Returns:
             ``loss`` if labels are given (the mean, or the sum over ``num_items_in_batch``), ``logits`` ``[B, T, V]``.
         """
-        document_ids = given_documents(document_ids, kwargs)  # type: ignore[assignment]
+        document_ids = pop_documents(kwargs, document_ids)
         attentions = kwargs.get("output_attentions", self.config.output_attentions)
         asked = use_cache and cache is None and document_ids is None and not attentions
         if asked and torch.is_grad_enabled() and not self.training:

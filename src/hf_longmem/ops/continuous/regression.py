@@ -216,8 +216,9 @@ def contraction_radius(spec: RegressionSpec, tau: float, positions_M: Tensor | N
     Raises:
         ValueError: tau outside (0, 1), or widths so narrow that nothing of the past is found between samples.
     """
-    carry_NN = solve_write_maps(spec, tau).carry
-    if positions_M is not None:
+    if positions_M is None:
+        carry_NN = solve_write_maps(spec, tau).carry
+    else:
         parameters = basis_parameters(spec.basis, dtype=torch.float64)
         samples_MN = evaluate_basis(positions_M.to("cpu", torch.float64), *parameters)
         carry_NN = solve_write_maps(spec, tau, True).carry @ samples_MN

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_longmem._errors import complaint
 from hf_longmem.ops._blocks import LONELY, attend_blocks, attend_blocks_backward, seeded_generator, wide_dtype
+from hf_longmem.ops._no_backward import first_derivatives_only
 from hf_longmem.ops.documents import document_numbers
 from hf_longmem.ops.local.tiles import (
     add_overlapping,
@@ -280,13 +281,5 @@ def _differentiate(ctx: Any, grad_out_BHTD: Tensor | None, grad_lse_BHT: Tensor 
     return *_attend_backward(grad_out_BHTD, *ctx.saved_tensors, *ctx.settings), *(None,) * 9
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple:
-    raise RuntimeError(
-        complaint(
-            "local_attention has first derivatives only", "a request for a second one", "use hf_longmem.ops.local.naive"
-        )
-    )
-
-
 _attend.register_autograd(_differentiate, setup_context=_keep_inputs)
-_attend_backward.register_autograd(_refuse_second_derivative)
+_attend_backward.register_autograd(first_derivatives_only("local_attention", "hf_longmem.ops.local.naive"))

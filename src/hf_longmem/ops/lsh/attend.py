@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_longmem._errors import complaint
 from hf_longmem.ops._blocks import LONELY, attend_blocks, attend_blocks_backward, seeded_generator, wide_dtype
+from hf_longmem.ops._no_backward import first_derivatives_only
 from hf_longmem.ops.documents import document_numbers
 from hf_longmem.ops.lsh.layout import Tile, candidate_layout
 from hf_longmem.ops.lsh.naive import KEY_NORM_EPSILON
@@ -320,7 +321,7 @@ def attend_tiles_backward(
     exact = wide_dtype(qk_BHTD.dtype)
     grads_SX = qk_BHTD.new_zeros(slots + 2, 2 * head_dim, dtype=exact)
     grad_q_SD = qk_BHTD.new_zeros(slots + 2, head_dim, dtype=exact)
-    lonely_BHT1 = lse_BHT.isinf().unsqueeze(-1)
+    lonely_BHT = lse_BHT.isinf()
     if slots:
         layout = candidate_layout(
             order_BHRT.long(),
@@ -338,7 +339,7 @@ def attend_tiles_backward(
         table_SX, norm_S = _tables(qk_BHTD, v_BHTD, attention_mask)
         grad_out_SD = qk_BHTD.new_zeros(slots + 2, head_dim)
         grad_out_SD[:slots] = grad_out_BHTD.reshape(slots, head_dim)
-        delta_BHT = torch.linalg.vecdot(grad_out_BHTD.to(exact), out_BHTD.to(exact)).masked_fill_(lse_BHT.isinf(), 0.0)
+        delta_BHT = torch.linalg.vecdot(grad_out_BHTD.to(exact), out_BHTD.to(exact)).masked_fill_(lonely_BHT, 0.0)
         # One gather fetches what a query needs: its length, log-sum-exp and delta.
         facts_3S = norm_S.new_full((3, slots + 2), torch.inf)
         facts_3S[0] = norm_S
@@ -370,7 +371,7 @@ def attend_tiles_backward(
         grad_q_SD.add_(_through_unit_length(grads_SX[:, :head_dim], table_SX[:, :head_dim], norm_S))
     grad_qk_BHTD = grad_q_SD[:slots].view(qk_BHTD.shape)
     grad_v_BHTD = grads_SX[:slots, head_dim:].view(qk_BHTD.shape)
-    grad_v_BHTD.addcmul_(grad_out_BHTD.to(exact), lonely_BHT1.to(exact))
+    grad_v_BHTD.addcmul_(grad_out_BHTD.to(exact), lonely_BHT.unsqueeze(-1).to(exact))
     return grad_qk_BHTD.to(qk_BHTD.dtype).contiguous(), grad_v_BHTD.to(qk_BHTD.dtype).contiguous()
 
 
@@ -399,10 +400,5 @@ def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tupl
     return (*grads, *(None,) * (4 + len(ctx.settings)))
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    fix = "use hf_longmem.ops.lsh.naive"
-    raise RuntimeError(complaint("lsh_attention has first derivatives only", "a request for a second one", fix))
-
-
 _attend.register_autograd(_backward, setup_context=_save)
-_attend_backward.register_autograd(_refuse_second_derivative)
+_attend_backward.register_autograd(first_derivatives_only("lsh_attention", "hf_longmem.ops.lsh.naive"))

@@ -129,17 +129,12 @@ class BucketLayout:
         in_order = device.type == "cpu" and dtype == torch.float32 and self.keys <= KEYS_IN_ORDER_CPU
         place_RS = None if in_order else self._aligned_places(changes_RS)
         self.blocks = -(-(self.slots if place_RS is None else int(place_RS.max()) + 1) // self.queries)
-        tail = self.blocks * self.queries - self.slots + pad_after
-        self.sequence_RX = torch.cat(
-            [
-                order_RS.new_full((rounds, pad_before), self.slots),
-                order_RS,
-                order_RS.new_full((rounds, tail), self.slots + 1),
-            ],
-            dim=1,
-        )
-        if place_RS is not None:
-            self.sequence_RX[:, pad_before:] = self.slots
+        width = pad_before + self.blocks * self.queries + pad_after
+        self.sequence_RX = order_RS.new_full((rounds, width), self.slots)
+        if place_RS is None:
+            self.sequence_RX[:, pad_before : pad_before + self.slots] = order_RS
+            self.sequence_RX[:, pad_before + self.slots :] = self.slots + 1
+        else:
             self.sequence_RX.scatter_(1, place_RS + pad_before, order_RS)
         self.band_QM = self._band(device)
 
